@@ -1,0 +1,42 @@
+"""A layout says how one model is cut over ranks. It is a value with arithmetic; no process group is involved."""
+
+from dataclasses import dataclass
+
+from megarlhf.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is split. What is left of the world after tp * pp * cp is data parallelism (dp)."""
+
+    tp: int = 1
+    """Tensor-parallel ranks: every linear layer and the vocabulary are cut this many ways."""
+    pp: int = 1
+    """Pipeline stages: the layers are cut this many ways."""
+    cp: int = 1
+    """Context-parallel ranks: each sequence is cut this many ways."""
+    ep: int = 1
+    """Expert-parallel ranks (a part of dp): the experts of a mixture are cut this many ways."""
+    sp: bool = False
+    """Sequence parallelism: norms and residuals hold 1/tp of the tokens. Needs tp > 1."""
+    vp: int = 1
+    """Virtual pipeline stages: model chunks per rank (interleaved schedule)."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel copies in a world of `world_size` ranks. Raises LayoutError when it does not divide."""
+        if world_size % self.model_ranks:
+            raise LayoutError(
+                f"{self}: {world_size} ranks cannot hold whole copies of a model cut over tp {self.tp} * pp {self.pp} "
+                f"* cp {self.cp} = {self.model_ranks} ranks; launch a multiple of {self.model_ranks} ranks"
+            )
+        return world_size // self.model_ranks
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}", f"pp{self.pp}"]
+        parts += [f"{name}{value}" for name, value in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if value > 1]
+        return "".join(parts) + ("+sp" if self.sp else "")

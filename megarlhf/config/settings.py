@@ -1,0 +1,210 @@
+"""Everything a user may set for a PPO run: one frozen dataclass a section, one default in one place.
+
+A YAML recipe and dotted flags (`--actor.optimizer.learning_rate 1e-6`) fill the same fields; see `load.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarlhf.config.layout import Layout
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW of one trained model."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the last update (linear and cosine schedules)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate moves between the warm-up and the last update."""
+    warmup_updates: int = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay (not applied to norms and biases)."""
+    beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    beta2: float = 0.95
+    """Decay of Adam's second moment."""
+    epsilon: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns it off."""
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The policy that is trained."""
+
+    model: str = ""
+    """Hugging Face model folder (config.json, tokenizer, safetensors)."""
+    train: Layout = Layout()
+    """Layout for training, and for the reference model, which shares the actor's module."""
+    generate: Layout = Layout()
+    """Layout for generating rollouts; weights are resharded into it after every step's updates."""
+    optimizer: Optimizer = Optimizer()
+    """The actor's optimizer."""
+    dtype: Precision = "float32"
+    """Precision of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one training or scoring micro-batch (a longer sequence is a micro-batch of its own)."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The value model that is trained."""
+
+    model: str = ""
+    """Folder to start from: a language model (the value head starts at zero) or a SequenceClassification model.
+    Empty: the reward model's when there is one, else the actor's."""
+    train: Layout | None = None
+    """Layout for training; the actor's when not given."""
+    optimizer: Optimizer = Optimizer(learning_rate=5e-6)
+    """The critic's optimizer."""
+    dtype: Precision = "float32"
+    """Precision of weights and activations; the value head is always float32."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen policy that the KL penalty is measured against. It shares the actor's training module."""
+
+    model: str = ""
+    """Folder of the reference weights, of the actor's architecture; empty: the actor's starting weights."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Where scores come from: a reward model, functions, or the weighted sum of both."""
+
+    model: str = ""
+    """Folder of a SequenceClassification model with one label; empty: no reward model."""
+    train: Layout | None = None
+    """Layout of the reward model; the critic's when not given."""
+    dtype: Precision = "float32"
+    """Precision of weights and activations."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one micro-batch."""
+    functions: tuple[str, ...] = ()
+    """Reward functions: names from megarlhf.rewards or `module:function`, f(prompts, responses, metadata) -> list[float]."""
+    weights: tuple[float, ...] = ()
+    """Weight of the reward model (when there is one), then of each function; empty: all 1."""
+    timeout_s: float = 60.0
+    """Seconds that one call of a reward function may take."""
+
+
+@dataclass(frozen=True)
+class PPO:
+    """Proximal policy optimisation with a critic and a per-token KL penalty."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+    lambda_: float = 0.95
+    """GAE lambda per token."""
+    kl_coef: float = 0.05
+    """Coefficient of the per-token KL penalty (the starting one when the controller is adaptive)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the per-token KL that is taken off the reward."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """Adaptive moves the coefficient towards `kl_target`."""
+    kl_target: float = 6.0
+    """Target of the adaptive controller: mean over sequences of the summed KL, in nats."""
+    kl_horizon: int = 10000
+    """Episodes over which the adaptive controller acts."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    value_clip: float = 0.2
+    """Values are clipped within this distance of the values at rollout; 0 turns it off."""
+    whiten_advantages: Literal["batch", "minibatch", "none"] = "batch"
+    """Over which tokens advantages are shifted and scaled to mean 0 and variance 1."""
+    whiten_rewards: bool = False
+    """Scale token rewards to variance 1 over the batch, keeping their mean."""
+    reward_clip: float = 0.0
+    """Scores are clipped to [-reward_clip, reward_clip]; 0 turns it off."""
+    missing_eos_penalty: float = 0.0
+    """Taken off the score of a response that did not end by itself."""
+    num_epochs: int = 4
+    """Passes over each batch."""
+    num_minibatches: int = 1
+    """Optimizer updates per pass."""
+    target_kl: float = 0.0
+    """Approximate KL(old, new) of an update beyond which the step's remaining minibatches are dropped; 0 turns it off."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How responses are sampled."""
+
+    batch_size: int = 64
+    """Prompts per step."""
+    samples_per_prompt: int = 1
+    """Responses per prompt; they share one prefill."""
+    max_new_tokens: int = 64
+    """A response is cut here."""
+    min_new_tokens: int = 1
+    """Stop tokens cannot be sampled before this many tokens."""
+    temperature: float = 1.0
+    """Scales logits for sampling and for all log-probs and entropies of the policy."""
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that hold this much probability."""
+    stop_tokens: tuple[str, ...] = ()
+    """Further tokens that end a response, besides the model's own end tokens."""
+    max_slots: int = 64
+    """Sequences decoded at once per data-parallel rank; a finished one's slot is refilled."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where prompts come from."""
+
+    prompts: str = ""
+    """JSONL file: one `{"prompt": text}` or `{"messages": [...]}` per line; other keys are metadata for rewards."""
+    max_prompt_tokens: int = 512
+    """Longest prompt."""
+    too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
+    """What to do with a longer one."""
+    shuffle: bool = True
+    """Shuffle the prompts anew in every epoch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run itself."""
+
+    dir: str = "runs/ppo"
+    """Folder for everything the run writes."""
+    seed: int = 0
+    """Seed of shuffling, sampling and new heads."""
+    steps: int = 100
+    """Steps; one step is one batch of rollouts and the updates on it."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only the export at the end."""
+    sample_texts: int = 4
+    """Texts written to samples.jsonl per step."""
+    tensorboard: bool = True
+    """Write tensorboard event files."""
+    overwrite: bool = False
+    """Start afresh in a folder that already holds a run."""
+
+
+@dataclass(frozen=True)
+class PPORun:
+    """Settings of `megarlhf ppo`."""
+
+    actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    reference: Reference = field(default_factory=Reference)
+    reward: Reward = field(default_factory=Reward)
+    algorithm: PPO = field(default_factory=PPO)
+    rollout: Rollout = field(default_factory=Rollout)
+    data: Data = field(default_factory=Data)
+    run: Run = field(default_factory=Run)
