@@ -64,6 +64,7 @@ TOKENIZER_CONFIG = {
     "pad_token": "<|im_end|>",
     "clean_up_tokenization_spaces": False,
     "model_max_length": 8192,
+    "model_input_names": ["input_ids", "attention_mask"],  # 4.57 would add token_type_ids, which no Llama takes
 }
 
 
