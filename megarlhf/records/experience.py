@@ -1,0 +1,192 @@
+"""The batch of a step: one row per sequence, filled field by field as it passes through the stages.
+
+Rows are padded on the right. Position t of a [B, T] field speaks about the token at t+1: its log-prob, whether the
+policy sampled it (`mask`), the value *before* it. Shapes and dtypes are checked whenever a record is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+PAD = 0
+"""Token id right of a row's end; it is never read, whatever the tokenizer's own padding id is."""
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "lengths": torch.int64,
+    "prompt_lengths": torch.int64,
+    "row_id": torch.int64,
+    "group": torch.int64,
+    "mask": torch.bool,
+    "finished": torch.bool,
+}
+_PER_TOKEN = ("mask", "logp_rollout", "logp_start", "logp_reference", "value", "token_reward", "advantage", "target")
+_TEXTS = ("prompts", "responses", "metadata")
+_FILLED_BY = {
+    "logp_rollout": "the generator",
+    "logp_start": "the actor's scorer",
+    "logp_reference": "the reference's scorer",
+    "value": "the critic's scorer",
+    "score": "the reward",
+    "reward": "credit",
+    "token_reward": "credit",
+    "advantage": "credit",
+    "target": "credit",
+}
+
+
+@dataclass(frozen=True)
+class Experience:
+    """B sequences of at most S tokens on the host. A field is None until its stage has filled it."""
+
+    tokens: Tensor
+    """[B, S] int64: prompt, then response, exactly as sampled; 0 right of the end."""
+    lengths: Tensor
+    """[B] int64: tokens of prompt and response together."""
+    prompt_lengths: Tensor
+    """[B] int64: at least 1."""
+    mask: Tensor
+    """[B, T] bool: true where the token at t+1 was sampled by the policy (its stop token included)."""
+    row_id: Tensor
+    """[B] int64: row of the data set."""
+    group: Tensor
+    """[B] int64: prompt group within this batch; siblings share it, wherever they are."""
+    finished: Tensor
+    """[B] bool: the response ended with a stop token."""
+    prompts: tuple[str, ...] = ()
+    responses: tuple[str, ...] = ()
+    metadata: tuple[Mapping[str, Any], ...] = ()
+    """Texts and grading data of each row, for rewards and logs; all empty when there are none."""
+    logp_rollout: Tensor | None = None
+    """[B, T] float32: log-prob of the token at t+1 as the sampler saw it, in nats."""
+    logp_start: Tensor | None = None
+    """[B, T] float32: the same recomputed in the training layout before the first update."""
+    logp_reference: Tensor | None = None
+    """[B, T] float32: the same under the reference."""
+    value: Tensor | None = None
+    """[B, T] float32: the critic's value before the token at t+1."""
+    score: Tensor | None = None
+    """[B] float32: as the reward gave it."""
+    reward: Tensor | None = None
+    """[B] float32: the score after clipping and penalties, paid at the last sampled token."""
+    token_reward: Tensor | None = None
+    """[B, T] float32: KL penalty, and the reward at the last sampled token."""
+    advantage: Tensor | None = None
+    """[B, T] float32."""
+    target: Tensor | None = None
+    """[B, T] float32: what the critic's value is drawn to."""
+
+    def __post_init__(self) -> None:
+        _check_tensors(self)
+        _check_meaning(self)
+
+    @classmethod
+    def from_completions(
+        cls,
+        prompt_ids: Sequence[Sequence[int]],
+        response_ids: Sequence[Sequence[int]],
+        logps: Sequence[Sequence[float]] | None,
+        *,
+        row_id: Sequence[int],
+        group: Sequence[int],
+        finished: Sequence[bool],
+        prompts: Sequence[str] = (),
+        responses: Sequence[str] = (),
+        metadata: Sequence[Mapping[str, Any]] = (),
+    ) -> Self:
+        """Pad B sampled responses into a record. `logps` holds one number per sampled token, in nats."""
+        rows = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompt_ids], dtype=torch.int64)
+        width = max([2, *lengths.tolist()])
+        tokens = torch.full((len(rows), width), PAD, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        mask = response_mask(lengths, prompt_lengths, width - 1)
+        return cls(
+            tokens=tokens,
+            lengths=lengths,
+            prompt_lengths=prompt_lengths,
+            mask=mask,
+            row_id=torch.tensor(list(row_id), dtype=torch.int64),
+            group=torch.tensor(list(group), dtype=torch.int64),
+            finished=torch.tensor(list(finished), dtype=torch.bool),
+            prompts=tuple(prompts),
+            responses=tuple(responses),
+            metadata=tuple(metadata),
+            logp_rollout=None if logps is None else scatter_rows(logps, mask),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Valid (sampled) tokens of all rows."""
+        return int(self.mask.sum())
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with some fields changed."""
+        return replace(self, **changes)
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """The rows `rows`, in that order, of every field that is filled. The width S stays."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        changes: dict[str, Any] = {}
+        for name, value in self._filled():
+            changes[name] = tuple(value[i] for i in index.tolist()) if name in _TEXTS else value[index]
+        return replace(self, **changes)
+
+    def require(self, names: Sequence[str]) -> None:
+        """Assert that the fields `names` are filled; the message says which stage should have filled them."""
+        missing = [name for name in names if name not in dict(self._filled())]
+        stages = ", ".join(f"{name} (filled by {_FILLED_BY[name]})" for name in missing)
+        assert not missing, f"experience lacks {stages}: that stage has not run"
+
+    def _filled(self) -> list[tuple[str, Any]]:
+        pairs = [(item.name, self.__dict__[item.name]) for item in fields(self)]
+        return [(name, value) for name, value in pairs if value is not None and not (name in _TEXTS and not value)]
+
+
+def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
+    """[B, width] bool: t is true when the token at t+1 belongs to the response. An empty response has no true t."""
+    position = torch.arange(width)
+    return (position >= prompt_lengths[:, None] - 1) & (position < lengths[:, None] - 1)
+
+
+def scatter_rows(rows: Sequence[Sequence[float] | Tensor], mask: Tensor) -> Tensor:
+    """[B, T] float32 from one number per valid token of each row; 0 elsewhere. Asserts that the counts agree."""
+    counts = mask.sum(dim=1).tolist()
+    found = [len(row) for row in rows]
+    assert found == counts, f"numbers per row {found} differ from the valid tokens per row {counts}"
+    out = torch.zeros(mask.shape, dtype=torch.float32)
+    out[mask] = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) if rows else out[mask]
+    return out
+
+
+def _check_tensors(experience: Experience) -> None:
+    assert experience.tokens.dim() == 2, f"tokens: shape {list(experience.tokens.shape)} instead of [B, S]"
+    num_rows, width = experience.tokens.shape
+    for name, value in experience._filled():
+        if name in _TEXTS:
+            assert len(value) == num_rows, f"{name}: {len(value)} entries for {num_rows} rows"
+            continue
+        expected = (num_rows, width) if name == "tokens" else (num_rows, width - 1) if name in _PER_TOKEN else (num_rows,)
+        dtype = _DTYPES.get(name, torch.float32)
+        assert tuple(value.shape) == expected, f"{name}: shape {list(value.shape)} instead of {list(expected)}"
+        assert value.dtype == dtype, f"{name}: {value.dtype} instead of {dtype}"
+
+
+def _check_meaning(experience: Experience) -> None:
+    lengths, prompt_lengths = experience.lengths, experience.prompt_lengths
+    width = experience.tokens.shape[1]
+    assert bool((prompt_lengths >= 1).all()), "prompt_lengths: a prompt without a token; the policy needs one to start from"
+    inside = (prompt_lengths <= lengths) & (lengths <= width)
+    assert bool(inside.all()), f"lengths: rows {(~inside).nonzero()[:, 0].tolist()} are not within [prompt length, {width}]"
+    outside = experience.mask & ~response_mask(lengths, prompt_lengths, width - 1)
+    rows = outside.any(dim=1).nonzero()[:, 0].tolist()
+    assert not rows, f"mask: rows {rows} mark tokens outside their response"
