@@ -1,0 +1,207 @@
+"""What a Hugging Face config.json says about a model, as one frozen value, or the reason why it cannot be built here.
+
+config.json is parsed as plain JSON, so that files written by transformers 4 (`rope_theta`, `rope_scaling`) and 5
+(`rope_parameters`) mean the same. The arithmetic of cutting a model over ranks (which layers a stage holds, which
+layouts fit) is here too: it needs sizes only, neither torch nor weights.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf.config.layout import Layout
+from megarlhf.errors import CheckpointError, LayoutError
+
+_ROPE_KINDS = ("default", "linear", "llama3")
+_ROPE_DETAILS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_DETAILS_OF_KIND = {"default": (), "linear": ("factor",), "llama3": _ROPE_DETAILS}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: base `theta`, the kind of scaling, and the scaling's own numbers, by name."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `rope_parameters` object of transformers 5."""
+        return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of one decoder-only model. `num_labels` is 0 for a language model, 1 for a reward model."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_groups: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    tied: bool
+    rope: Rope
+    num_labels: int = 0
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Architecture":
+        """Read FOLDER/config.json. Raises CheckpointError when it is missing, not JSON, or cannot be expressed."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face model")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise CheckpointError(f"{path}: not valid JSON: {problem}") from problem
+        return cls.from_hf(config, where=str(path))
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> "Architecture":
+        """The architecture in a parsed config.json. Raises CheckpointError naming every field that does not fit."""
+        problems = _unsupported(config) + _missing(config)
+        if problems:
+            raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems))
+        num_heads = config["num_attention_heads"]
+        return cls(
+            family=config["model_type"],
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_heads=num_heads,
+            num_kv_groups=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            vocab_size=config["vocab_size"],
+            max_positions=config.get("max_position_embeddings", 2048),
+            norm_epsilon=config.get("rms_norm_eps", 1e-6),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            rope=_rope(config),
+            num_labels=_num_labels(config),
+            initializer_range=config.get("initializer_range", 0.02),
+        )
+
+
+def padded_vocab(architecture: Architecture, layout: Layout) -> int:
+    """Vocabulary rows over all tensor ranks: the true size rounded up to a multiple of tp."""
+    return -(-architecture.vocab_size // layout.tp) * layout.tp
+
+
+def stage_layers(architecture: Architecture, layout: Layout, pp_rank: int, chunk: int = 0) -> range:
+    """Global layer indexes of one model chunk: chunk c of stage p is piece c * pp + p of pp * vp consecutive pieces.
+
+    Where the pieces cannot be equal, the first ones take one layer more.
+    """
+    pieces = layout.pp * layout.vp
+    index = chunk * layout.pp + pp_rank
+    share, left_over = divmod(architecture.num_layers, pieces)
+    start = index * share + min(index, left_over)
+    return range(start, start + share + (index < left_over))
+
+
+def layout_violations(architecture: Architecture, layout: Layout, setting: str) -> list[str]:
+    """Every reason why `layout` cannot hold the model, a sentence each, opening with `setting` as the user typed it."""
+    tp, heads, groups, layers = layout.tp, architecture.num_heads, architecture.num_kv_groups, architecture.num_layers
+    found = []
+    for name, size in (("attention heads", heads), ("feed-forward columns", architecture.ffn_hidden_size)):
+        if size % tp:
+            found.append(f"{setting}: tp {tp} does not divide {size} {name}; choose {_choices(architecture)}")
+    if groups % tp and tp % groups:
+        found.append(
+            f"{setting}: tp {tp} and {groups} key/value groups: one must divide the other; "
+            f"choose {_choices(architecture)}"
+        )
+    rows = (heads + 2 * groups) * architecture.head_dim
+    if rows % tp and not found:
+        found.append(
+            f"{setting}: tp {tp} does not divide {rows} fused query/key/value rows; choose {_choices(architecture)}"
+        )
+    if layout.pp * layout.vp > layers:
+        found.append(f"{setting}: pp {layout.pp} * vp {layout.vp} stages are more than {layers} layers; lower them")
+    if layout.sp and tp == 1:
+        found.append(f"{setting}: sp needs tp > 1; set sp to false or raise tp")
+    if layout.cp > 1:
+        found.append(f"{setting}: cp {layout.cp}: context parallelism is not built yet; set cp to 1")
+    if layout.ep > 1:
+        found.append(f"{setting}: ep {layout.ep}: {architecture.family} models have no experts; set ep to 1")
+    return found
+
+
+def require_layout(architecture: Architecture, layout: Layout, setting: str) -> None:
+    """Raise LayoutError with every violation of `layout_violations`, if there is any."""
+    violations = layout_violations(architecture, layout, setting)
+    if violations:
+        raise LayoutError(violations)
+
+
+def _choices(architecture: Architecture) -> str:
+    heads, groups, ffn = architecture.num_heads, architecture.num_kv_groups, architecture.ffn_hidden_size
+    rows = (heads + 2 * groups) * architecture.head_dim
+    even = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and rows % n == 0]
+    fits = [n for n in even if groups % n == 0 or n % groups == 0]
+    return str(fits[0]) if len(fits) == 1 else ", ".join(map(str, fits[:-1])) + f" or {fits[-1]}"
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    if not _is_classifier(config):
+        return 0
+    return config.get("num_labels") or len(config.get("id2label", {"0": "", "1": ""}))
+
+
+def _is_classifier(config: dict[str, Any]) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
+def _rope_source(config: dict[str, Any]) -> dict[str, Any]:
+    """The object that holds the scaling: `rope_parameters` (transformers 5) or `rope_scaling` (4), or nothing."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_kind(config: dict[str, Any]) -> str:
+    source = _rope_source(config)
+    return source.get("rope_type") or source.get("type") or "default"
+
+
+def _rope(config: dict[str, Any]) -> Rope:
+    source, kind = _rope_source(config), _rope_kind(config)
+    theta = source.get("rope_theta") or config.get("rope_theta") or 10000.0
+    parameters = tuple((name, source[name]) for name in _DETAILS_OF_KIND[kind])
+    return Rope(theta=float(theta), kind=kind, parameters=parameters)
+
+
+def _missing(config: dict[str, Any]) -> list[str]:
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return [f"field {name} is missing" for name in needed if name not in config]
+
+
+def _unsupported(config: dict[str, Any]) -> list[str]:
+    family, names = config.get("model_type"), config.get("architectures") or []
+    problems = []
+    if family != "llama":
+        problems.append(f"model_type {family!r} is not supported; supported: 'llama'")
+    if any(not name.endswith(("ForCausalLM", "ForSequenceClassification")) for name in names):
+        problems.append(f"architectures {names}: expected a ...ForCausalLM or a ...ForSequenceClassification")
+    if _is_classifier(config) and _num_labels(config) != 1:
+        problems.append(f"num_labels {_num_labels(config)}: a reward or value model has exactly one label")
+    problems += [f"{name} true is not supported" for name in ("attention_bias", "mlp_bias") if config.get(name)]
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
+    if config.get("quantization_config"):
+        problems.append("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
+    return problems + _unsupported_rope(config)
+
+
+def _unsupported_rope(config: dict[str, Any]) -> list[str]:
+    source, kind = _rope_source(config), _rope_kind(config)
+    if kind not in _ROPE_KINDS:
+        return [f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"]
+    problems = [f"rope_type {kind!r} needs {name}" for name in _DETAILS_OF_KIND[kind] if name not in source]
+    partial = source.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1.0):
+        problems.append(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    return problems

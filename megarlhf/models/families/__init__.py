@@ -1,0 +1,6 @@
+"""One name table per architecture family, found by the `model_type` of config.json."""
+
+from megarlhf.models.families.llama import LLAMA
+from megarlhf.models.names import Family
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA}

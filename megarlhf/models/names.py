@@ -1,0 +1,103 @@
+"""Which Hugging Face tensors each local parameter of a pipeline stage is made of, and how tensor ranks cut them.
+
+A family states its names once, as patterns (`families/`); `stage_weights` writes them out for one stage. Loading,
+export and resharding all read this list: no torch, no files.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from megarlhf.config.layout import Layout
+from megarlhf.models.architecture import Architecture, stage_layers
+
+Head = Literal["vocabulary", "value"]
+
+
+class Cut(Enum):
+    """How a weight is divided over tensor ranks. Rank r of tp holds:"""
+
+    ROWS = "rows"
+    """rows [r * R/tp, (r+1) * R/tp) of one tensor."""
+    COLUMNS = "columns"
+    """columns [r * C/tp, (r+1) * C/tp) of one tensor."""
+    VOCABULARY = "vocabulary"
+    """rows of a table padded at its end to a multiple of tp; the padding belongs to no tensor."""
+    GATE_UP = "gate_up"
+    """[its rows of gate; its rows of up], from the tensors (gate, up)."""
+    GROUPED_QKV = "grouped_qkv"
+    """contiguous rows of the matrix that interleaves (q, k, v) by key/value group: [q rows of the group, k, v] each."""
+    WHOLE = "whole"
+    """all of one tensor, the same on every tensor rank."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One local parameter: its name in the chunk, the Hugging Face tensors in it, their full shapes, and the cut.
+
+    As a family's pattern, names hold `{layer}` and `shapes` hold words, see `families/llama.py`; `stage_weights` writes
+    numbers: the local layer index in `local`, the global one in `hf`, sizes in `shapes`.
+    """
+
+    local: str
+    hf: tuple[str, ...]
+    cut: Cut
+    shapes: tuple[tuple, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one architecture family: patterns of weights, and Hugging Face names that are no weights of ours."""
+
+    embedding: Weight
+    layer: tuple[Weight, ...]
+    final_norm: Weight
+    output: Weight
+    value_head: Weight
+    ignored_suffixes: tuple[str, ...]
+    """Endings of tensor names that may be in a file and are derived, not loaded."""
+
+
+def stage_weights(
+    family: Family, architecture: Architecture, layout: Layout, pp_rank: int, chunk: int, head: Head
+) -> tuple[Weight, ...]:
+    """Every parameter of one model chunk, in the order embedding, layers, final norm, head.
+
+    A tied output layer appears only where the embedding does not live (last stage of several): there it is a second
+    copy of the embedding's rows. A value model has a value head and no output layer.
+    """
+    is_first = pp_rank == 0 and chunk == 0
+    is_last = pp_rank == layout.pp - 1 and chunk == layout.vp - 1
+    weights = [family.embedding] if is_first else []
+    found = [_written(weight, architecture, 0, 0) for weight in weights]
+    for index, layer in enumerate(stage_layers(architecture, layout, pp_rank, chunk)):
+        found += [_written(weight, architecture, index, layer) for weight in family.layer]
+    if is_last:
+        found += [_written(weight, architecture, 0, 0) for weight in _last(family, architecture, is_first, head)]
+    return tuple(found)
+
+
+def _last(family: Family, architecture: Architecture, is_first: bool, head: Head) -> list[Weight]:
+    if head == "value":
+        return [family.final_norm, family.value_head]
+    if not architecture.tied:
+        return [family.final_norm, family.output]
+    copy = Weight(family.output.local, family.embedding.hf, family.output.cut, family.embedding.shapes)
+    return [family.final_norm] if is_first else [family.final_norm, copy]
+
+
+def _written(weight: Weight, architecture: Architecture, index: int, layer: int) -> Weight:
+    sizes = {
+        "hidden": architecture.hidden_size,
+        "ffn": architecture.ffn_hidden_size,
+        "q": architecture.num_heads * architecture.head_dim,
+        "kv": architecture.num_kv_groups * architecture.head_dim,
+        "vocabulary": architecture.vocab_size,
+        "one": 1,
+    }
+    return Weight(
+        local=weight.local.format(layer=index),
+        hf=tuple(name.format(layer=layer) for name in weight.hf),
+        cut=weight.cut,
+        shapes=tuple(tuple(sizes[word] for word in shape) for shape in weight.shapes),
+    )

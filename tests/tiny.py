@@ -1,0 +1,160 @@
+"""Tiny random models and a tiny tokenizer, written as Hugging Face folders for every room's tests.
+
+The sizes are chosen so that a mix-up shows: no two dimensions are equal, head_dim is not hidden / heads, there are
+fewer key/value groups than heads, and the vocabulary is prime.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+HIDDEN, FFN, LAYERS, HEADS, GROUPS, HEAD_DIM, VOCAB = 32, 56, 4, 4, 2, 12, 101
+NORM_EPSILON = 1e-5
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+EOS = "<|end|>"
+PAD = "<|pad|>"
+UNKNOWN = "<|unk|>"
+
+
+def tiny_config(*, tied: bool = False, llama3: bool = False, num_labels: int = 0, **fields) -> dict:
+    """config.json of a tiny Llama in the spelling of transformers 4 (both versions read it). `fields` override."""
+    kind = "LlamaForSequenceClassification" if num_labels else "LlamaForCausalLM"
+    config = {
+        "architectures": [kind],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": 5000.0,
+        "rope_scaling": LLAMA3_ROPE if llama3 else None,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    if num_labels:
+        config["num_labels"] = num_labels
+        config["id2label"] = {str(label): f"LABEL_{label}" for label in range(num_labels)}
+        config["label2id"] = {f"LABEL_{label}": label for label in range(num_labels)}
+    return {**config, **fields}
+
+
+def tiny_weights(config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Random weights under their Hugging Face names, large enough that attention and norms matter."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in tiny_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = (1 + 0.3 * noise if "norm" in name else noise * 1.5 / shape[-1] ** 0.5).to(dtype)
+    return weights
+
+
+def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama checkpoint with this config.json, and its shape."""
+    hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes |= {at + "input_layernorm.weight": (hidden,), at + "post_attention_layernorm.weight": (hidden,)}
+        shapes |= {at + "self_attn.q_proj.weight": (query, hidden), at + "self_attn.o_proj.weight": (hidden, query)}
+        shapes |= {at + f"self_attn.{letter}_proj.weight": (key, hidden) for letter in "kv"}
+        shapes |= {at + f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")}
+        shapes |= {at + "mlp.down_proj.weight": (hidden, ffn)}
+    if config.get("num_labels"):
+        shapes["score.weight"] = (config["num_labels"], hidden)
+    elif not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def write_llama(
+    folder: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, num_shards: int = 1, **settings
+) -> Path:
+    """Write a tiny random Llama to `folder` (config.json, safetensors, tokenizer); returns it.
+
+    `settings` are those of `tiny_config`: tied, llama3, num_labels and any field of config.json. With several shards
+    there is an index file, as for large models.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(**settings)
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    _write_safetensors(folder, tiny_weights(config, seed, dtype), num_shards)
+    write_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def _write_safetensors(folder: Path, weights: dict[str, torch.Tensor], num_shards: int) -> None:
+    from safetensors.torch import save_file
+
+    if num_shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names, where = sorted(weights), {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[shard::num_shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(folder: str | Path, vocab_size: int = VOCAB) -> Path:
+    """Write a byte-for-byte tokenizer to `folder`: printable ASCII and a few more; <|end|> is 0, <|pad|> is 1."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    characters = ["\n"] + [chr(code) for code in range(32, 127)]
+    tokens = [EOS, PAD, UNKNOWN] + characters
+    tokens += [f"<|extra{index}|>" for index in range(vocab_size - len(tokens))]
+    specials = [token for token in tokens if token.startswith("<|")]
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_json(tokens, specials), ensure_ascii=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD, "unk_token": UNKNOWN}
+    settings |= {"clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE, "model_max_length": 128}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + '>' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a>' }}{% endif %}"
+)
+
+
+def _tokenizer_json(tokens: list[str], specials: list[str]) -> dict:
+    added = [
+        {"id": tokens.index(token), "content": token, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for token in specials
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": dict(zip(tokens, range(len(tokens)))), "unk_token": UNKNOWN},
+    }
