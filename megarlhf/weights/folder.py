@@ -1,0 +1,139 @@
+"""A folder of safetensors files, read by slices. Index and shards must agree exactly; pickled weights are refused.
+
+Opening reads headers only. A slice is copied out of the file mapping, so nothing stays in memory but what was asked for.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarlhf.errors import CheckpointError
+from megarlhf.weights.boxes import Box, slices
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class SafetensorsFolder:
+    """Tensors of a Hugging Face model folder by name. Raises CheckpointError naming file, tensor and next move."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such folder; give the folder of a Hugging Face model")
+        index = self.path / INDEX_NAME
+        single = self.path / SINGLE_NAME
+        listed = None if single.is_file() or not index.is_file() else _read_index(index)
+        if listed is None and not single.is_file():
+            raise CheckpointError(_nothing_to_read(self.path))
+        names = sorted(set(listed.values())) if listed else [SINGLE_NAME]
+        _require_files(self.path, names, listed)
+        self._files = {name: _open(self.path / name) for name in names}
+        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        if listed is not None:
+            _require_agreement(index, listed, {name: set(file.keys()) for name, file in self._files.items()})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._file_of))
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, from the file's header. Raises CheckpointError for one that weights cannot have."""
+        found = self._slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path / self.file_of(name)}: {name} has dtype {found}; accepted: {', '.join(_DTYPES)}; "
+                "save the model in bfloat16 or float32"
+            )
+        return _DTYPES[found]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A view of one box of a tensor, on the host, in the file's dtype. Copy what you keep: it pins the mapping."""
+        return self._slice(name)[slices(box)]
+
+    def _slice(self, name: str):
+        return self._files[self._file_of[name]].get_slice(name)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """tensor name -> file name."""
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(f"{path}: not an index of safetensors files ({problem!r}); download it again") from problem
+    if not listed or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{path}: weight_map lists no files; download the folder again")
+    return listed
+
+
+def _nothing_to_read(path: Path) -> str:
+    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        return (
+            f"{path}: has {_some(others)} but neither {SINGLE_NAME} nor {INDEX_NAME}; download the missing index, "
+            f"or rename a single file to {SINGLE_NAME}"
+        )
+    if pickled:
+        return (
+            f"{path}: has only pickled weights ({_some(pickled)}), which can run code when read; convert them where you "
+            "trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
+        )
+    return f"{path}: no {SINGLE_NAME} and no {INDEX_NAME}; give the folder of a Hugging Face model with its weights"
+
+
+def _require_files(path: Path, names: list[str], listed: dict[str, str] | None) -> None:
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing and listed:
+        lost = sorted(tensor for tensor, name in listed.items() if name in missing)
+        raise CheckpointError(
+            f"{path}: {INDEX_NAME} lists {_some(missing)}, which {_is(missing)} not there ({len(lost)} tensors, for "
+            f"example {lost[0]}); download the folder again"
+        )
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as problem:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({problem}); download it again") from problem
+
+
+def _require_agreement(index: Path, listed: dict[str, str], held: dict[str, set[str]]) -> None:
+    """Every listed tensor lies in the file it is listed for, and files hold no other."""
+    problems = []
+    for file, tensors in held.items():
+        expected = {tensor for tensor, name in listed.items() if name == file}
+        absent, extra = sorted(expected - tensors), sorted(tensors - expected)
+        if absent:
+            problems.append(f"{index}: lists {_some(absent)} in {file}, which lacks {_it(absent)}")
+        if extra:
+            problems.append(f"{index.parent / file}: holds {_some(extra)}, not listed for it in {INDEX_NAME}")
+    if problems:
+        raise CheckpointError("\n".join([*problems, "index and files are of two models or versions; download them again"]))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"
