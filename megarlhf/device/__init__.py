@@ -1,0 +1,21 @@
+"""The only room that knows cuda from cpu: which device and backend, memory, and what lets megatron-core run without a GPU.
+
+`prepare()` comes before the first import of megatron.core, in every process that uses it.
+"""
+
+from megarlhf.device.memory import empty_cache, memory_allocated_bytes, pinned, synchronize
+from megarlhf.device.setup import backend, current, is_prepared, prepare
+from megarlhf.device.world import join_world, leave_world
+
+__all__ = [
+    "backend",
+    "current",
+    "empty_cache",
+    "is_prepared",
+    "join_world",
+    "leave_world",
+    "memory_allocated_bytes",
+    "pinned",
+    "prepare",
+    "synchronize",
+]

@@ -1,0 +1,58 @@
+"""Getting a process ready: once, before megatron.core is imported, and with one answer to "cuda or cpu?"."""
+
+import os
+import sys
+
+import torch
+
+_prepared: list[bool] = []
+"""Holds one item once the process is prepared (a list, so that no function rebinds a module's name)."""
+
+
+def is_prepared() -> bool:
+    """True once `prepare` has run in this process."""
+    return bool(_prepared)
+
+
+def prepare() -> None:
+    """Make it safe to import megatron.core in this process, with or without a GPU. Idempotent.
+
+    Imports torch, then transformers (which must see torch as it is), then, when there is no GPU, applies the patches
+    of `cpu.py`. Raises RuntimeError when megatron.core was imported first: it would have bound unpatched functions.
+    """
+    if is_prepared():
+        return
+    import transformers  # noqa: F401  (its import evaluates annotations such as torch.cuda.Stream | None)
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    else:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("megatron.core was imported before megarlhf.device.prepare(); call prepare() first")
+        from megarlhf.device import cpu
+
+        cpu.apply()
+    from megarlhf.device import megatron
+
+    megatron.mend()
+    _prepared.append(True)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as the launcher gave it; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def has_gpu() -> bool:
+    """True when tensors live on a GPU in this process."""
+    return torch.cuda.is_available()
+
+
+def current() -> torch.device:
+    """The torch.device of this process: cuda:LOCAL_RANK, or cpu."""
+    return torch.device("cuda", local_rank()) if has_gpu() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The collective backend that serves `current()`: "nccl" or "gloo"."""
+    return "nccl" if has_gpu() else "gloo"

@@ -1,0 +1,50 @@
+"""Joining and leaving torch.distributed: from a launcher's environment, or a world of one without a launcher."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megarlhf.device.setup import backend, current, has_gpu
+from megarlhf.errors import ConfigError
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCH = "launch with `torchrun --nproc-per-node N -m megarlhf ...`"
+
+
+def join_world(timeout_s: float = 600) -> tuple[int, int]:
+    """Join the process group of all ranks (collective over the world); returns (rank, world size). Idempotent.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; with neither RANK nor WORLD_SIZE set,
+    the world is this process alone. Raises ConfigError, naming the launch command, when only some are set.
+    """
+    if not dist.is_initialized():
+        rank, world_size, store = _place_in_world()
+        device = {"device_id": current()} if has_gpu() else {}
+        dist.init_process_group(
+            backend(), rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_s), **device
+        )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def leave_world() -> None:
+    """Leave the process group of all ranks, if it was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _place_in_world() -> tuple[int, int, dist.Store | None]:
+    """(rank, world size, store) from the environment; a store of its own for a single process, so no port is opened."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, dist.HashStore()
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if missing:
+        found = [name for name in _LAUNCHER if name in os.environ]
+        raise ConfigError(
+            f"environment: {', '.join(found)} set but {', '.join(missing)} missing; {_LAUNCH}, or unset RANK and "
+            "WORLD_SIZE to run as a single process"
+        )
+    for name in ("RANK", "WORLD_SIZE"):
+        if not os.environ[name].isdigit():
+            raise ConfigError(f"environment: {name} is {os.environ[name]!r}, a whole number is needed; {_LAUNCH}")
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None

@@ -1,0 +1,23 @@
+"""Every test process may import megatron.core: prepared once, one thread, a world of its own; ranks let go at the end."""
+
+import pytest
+import torch
+
+from megarlhf import device
+from tests.distributed.pool import close_pools
+
+device.prepare()
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_let_go():
+    yield
+    close_pools()
+    device.leave_world()
+
+
+@pytest.fixture(scope="session")
+def single_rank() -> tuple[int, int]:
+    """The test process as a world of one rank: (0, 1)."""
+    return device.join_world()
