@@ -23,12 +23,23 @@ _DTYPES = {
     "mask": torch.bool,
     "finished": torch.bool,
 }
-_PER_TOKEN = ("mask", "logp_rollout", "logp_start", "logp_reference", "value", "token_reward", "advantage", "target")
+_PER_TOKEN = (
+    "mask",
+    "logp_rollout",
+    "logp_start",
+    "logp_reference",
+    "entropy",
+    "value",
+    "token_reward",
+    "advantage",
+    "target",
+)
 _TEXTS = ("prompts", "responses", "metadata")
 _FILLED_BY = {
     "logp_rollout": "the generator",
     "logp_start": "the actor's scorer",
     "logp_reference": "the reference's scorer",
+    "entropy": "the actor's scorer",
     "value": "the critic's scorer",
     "score": "the reward",
     "reward": "credit",
@@ -66,6 +77,8 @@ class Experience:
     """[B, T] float32: the same recomputed in the training layout before the first update."""
     logp_reference: Tensor | None = None
     """[B, T] float32: the same under the reference."""
+    entropy: Tensor | None = None
+    """[B, T] float32: exact entropy of the starting policy's (tempered) distribution over the token at t+1, in nats."""
     value: Tensor | None = None
     """[B, T] float32: the critic's value before the token at t+1."""
     score: Tensor | None = None
@@ -175,18 +188,25 @@ def _check_tensors(experience: Experience) -> None:
         if name in _TEXTS:
             assert len(value) == num_rows, f"{name}: {len(value)} entries for {num_rows} rows"
             continue
-        expected = (num_rows, width) if name == "tokens" else (num_rows, width - 1) if name in _PER_TOKEN else (num_rows,)
+        expected = _expected_shape(name, num_rows, width)
         dtype = _DTYPES.get(name, torch.float32)
         assert tuple(value.shape) == expected, f"{name}: shape {list(value.shape)} instead of {list(expected)}"
         assert value.dtype == dtype, f"{name}: {value.dtype} instead of {dtype}"
 
 
+def _expected_shape(name: str, num_rows: int, width: int) -> tuple[int, ...]:
+    if name == "tokens":
+        return (num_rows, width)
+    return (num_rows, width - 1) if name in _PER_TOKEN else (num_rows,)
+
+
 def _check_meaning(experience: Experience) -> None:
     lengths, prompt_lengths = experience.lengths, experience.prompt_lengths
     width = experience.tokens.shape[1]
-    assert bool((prompt_lengths >= 1).all()), "prompt_lengths: a prompt without a token; the policy needs one to start from"
+    assert bool((prompt_lengths >= 1).all()), "prompt_lengths: a prompt without a token has no position to start from"
     inside = (prompt_lengths <= lengths) & (lengths <= width)
-    assert bool(inside.all()), f"lengths: rows {(~inside).nonzero()[:, 0].tolist()} are not within [prompt length, {width}]"
+    rows = (~inside).nonzero()[:, 0].tolist()
+    assert not rows, f"lengths: rows {rows} are not within [prompt length, {width}]"
     outside = experience.mask & ~response_mask(lengths, prompt_lengths, width - 1)
     rows = outside.any(dim=1).nonzero()[:, 0].tolist()
     assert not rows, f"mask: rows {rows} mark tokens outside their response"

@@ -42,11 +42,12 @@ class TokenBatch:
     def __post_init__(self) -> None:
         for name in _SOURCES:
             value = self.__dict__[name]
-            assert value is None or value.shape == self.row.shape, f"{name}: {list(value.shape)}, not {list(self.row.shape)}"
+            fits = value is None or value.shape == self.row.shape
+            assert fits, f"{name}: shape {list(value.shape)} instead of {list(self.row.shape)}"
 
     @classmethod
     def from_experience(cls, experience: Experience) -> Self:
-        """The valid tokens of all rows of `experience`; the order of `pack_rows(...).logit_positions` for those rows."""
+        """The valid tokens of all rows, in the order of `pack_rows(...).logit_positions` for those rows."""
         mask = experience.mask
         sources = {name: experience.__dict__[source] for name, source in _SOURCES.items()}
         flat = {name: None if value is None else value[mask] for name, value in sources.items()}
