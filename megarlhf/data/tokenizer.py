@@ -1,0 +1,143 @@
+"""The tokenizer of a Hugging Face model folder: prompts to token ids and back, and which ids end a response.
+
+One path turns text into ids for every command. A plain prompt gets exactly the special tokens that the tokenizer adds;
+a chat gets exactly `apply_chat_template(tokenize=True)`: the template's own beginning-of-sequence token is not doubled.
+Text that spells a special token becomes that token, as in transformers. Rollouts are never turned into text and back.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf.errors import CheckpointError, ConfigError, DataError
+
+Message = dict[str, object]
+"""One turn of a chat: `role`, `content` and whatever else the chat template reads."""
+
+
+class Tokenizer:
+    """Tokenizer of the model in `folder`; `stop_tokens` end a response too, besides the model's own end tokens.
+
+    Raises CheckpointError when the folder holds no tokenizer that loads without running its code, and ConfigError when
+    a stop token is not one token.
+    """
+
+    def __init__(self, folder: str | Path, stop_tokens: Sequence[str] = ()):
+        self.folder = Path(folder)
+        self._hf = _load(self.folder)
+        self.vocab_size: int = len(self._hf)
+        self.bos_id: int | None = self._hf.bos_token_id
+        self.stop_ids: tuple[int, ...] = self._stop_ids(stop_tokens)
+        self.pad_id: int = next(i for i in (self._hf.pad_token_id, *self.stop_ids, 0) if i is not None)
+
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""
+        if isinstance(prompt, str):
+            return self._hf(prompt).input_ids
+        return self._render(prompt, tokenize=True)
+
+    def prompt_text(self, prompt: str | Sequence[Message]) -> str:
+        """The text that `encode_prompt` encodes."""
+        return prompt if isinstance(prompt, str) else self._render(prompt, tokenize=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids as they are: spaces are not tidied."""
+        return self._hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def _render(self, messages: Sequence[Message], tokenize: bool):
+        check_messages(messages)
+        if not self._hf.chat_template:
+            raise DataError(
+                f"the tokenizer in {self.folder} has no chat template, so it cannot read messages; "
+                "put the template in that folder as chat_template.jinja, or give plain prompts"
+            )
+        try:
+            return self._hf.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=tokenize, return_dict=False
+            )
+        except Exception as error:  # templates raise whatever jinja or their author chose
+            raise DataError(f"the chat template in {self.folder} refuses these messages: {error}") from error
+
+    def _stop_ids(self, stop_tokens: Sequence[str]) -> tuple[int, ...]:
+        ids = _model_end_ids(self.folder)
+        if self._hf.eos_token_id is not None:
+            ids.append(self._hf.eos_token_id)
+        for text in stop_tokens:
+            pieces = self._hf(text, add_special_tokens=False).input_ids
+            if len(pieces) != 1:
+                raise ConfigError(
+                    f"rollout.stop_tokens: {text!r} is {len(pieces)} tokens in the tokenizer of {self.folder} ({pieces}); "
+                    "give texts that are one token, such as <|im_end|>"
+                )
+            ids += pieces
+        return tuple(sorted(set(ids)))
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise DataError for a chat that templates would mangle without a word.
+
+    Accepted: at most one system turn and only at the start, known roles, text contents, and a last turn that is not the
+    assistant's (its header would come twice).
+    """
+    if not messages:
+        raise DataError("messages is empty; give at least one user turn")
+    for number, message in enumerate(messages):
+        _check_message(number, message)
+    if messages[-1]["role"] in ("assistant", "system", "developer"):
+        raise DataError(
+            f"messages end with a turn of the {messages[-1]['role']}; a prompt ends with a user or tool turn, "
+            "because the answer of the assistant is what is sampled"
+        )
+
+
+def _check_message(number: int, message: Message) -> None:
+    if not isinstance(message, dict):
+        raise DataError(f"messages[{number}] is {type_name(message)}; give an object with role and content")
+    missing = [key for key in ("role", "content") if key not in message]
+    if missing:
+        raise DataError(f"messages[{number}] has no {' and no '.join(missing)}; its keys are {sorted(message)}")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise DataError(f"messages[{number}].role is {role!r}; accepted: {', '.join(ROLES)}")
+    if role in ("system", "developer") and number > 0:
+        raise DataError(f"messages[{number}] is a {role} turn; only the first turn may be one")
+    if not isinstance(content, str):
+        raise DataError(f"messages[{number}].content is {type_name(content)}; give a text")
+
+
+def type_name(value: object) -> str:
+    """The type of a JSON value in JSON's words."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def _load(folder: Path):
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder.absolute()} does not exist or is not a folder")
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CheckpointError(
+            f"{folder.absolute()} holds no tokenizer (tokenizer.json or tokenizer.model); "
+            "copy the tokenizer files of the original model into it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises half a dozen kinds for a broken folder
+        raise CheckpointError(f"the tokenizer in {folder.absolute()} cannot be loaded: {error}") from error
+
+
+def _model_end_ids(folder: Path) -> list[int]:
+    """Ids that end a text by generation_config.json, else by config.json: what transformers' generate stops at."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.exists():
+            end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if end is not None:
+                return list(end) if isinstance(end, list) else [end]
+    return []

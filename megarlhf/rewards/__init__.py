@@ -1,0 +1,1 @@
+"""Reward functions: plain functions from texts to one number per response."""

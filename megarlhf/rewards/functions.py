@@ -1,0 +1,142 @@
+"""Finding a reward function by name, calling it under a time limit, and checking that it gave one number per response.
+
+A reward function is `f(prompts, responses, metadata) -> list[float]`: three lists of one length (texts, texts, and the
+metadata dictionaries of the prompts' file, with `id`), one number per response back. Raising is allowed: the run stops
+with the traceback and the ids of the samples.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megarlhf.errors import ConfigError, RewardError
+from megarlhf.rewards import builtin
+
+RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
+
+BUILTIN: dict[str, RewardFunction] = {
+    "sentiment": builtin.sentiment,
+    "length": builtin.length,
+    "exact_match": builtin.exact_match,
+    "pattern": builtin.pattern,
+}
+
+
+def resolve(spec: str) -> RewardFunction:
+    """The reward function called `spec`: one of BUILTIN, or `module:function` importable from here.
+
+    Raises ConfigError when there is none.
+    """
+    if ":" in spec:
+        return _plug_in(spec)
+    if spec not in BUILTIN:
+        close = difflib.get_close_matches(spec, BUILTIN, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"reward.functions: no reward function is called {spec!r}; {hint}accepted: {', '.join(BUILTIN)}, "
+            "or module:function for your own"
+        )
+    return BUILTIN[spec]
+
+
+def _plug_in(spec: str) -> RewardFunction:
+    module_name, _, function_name = spec.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # the `megarlhf` script, unlike `python -m`, does not look in the current folder
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"reward.functions: {spec!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
+            "run from the folder that holds it, or put that folder on PYTHONPATH"
+        ) from error
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise ConfigError(f"reward.functions: {spec!r}: {module_name} has no function called {function_name!r}")
+    return function
+
+
+def call_reward(
+    function: RewardFunction,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    metadata: Sequence[dict],
+    timeout_s: float,
+) -> torch.Tensor:
+    """Scores [B] float32 of the B responses.
+
+    Raises RewardError, naming the function and the samples, when it raises, takes longer than `timeout_s` seconds, or
+    returns anything but B finite numbers.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    ids = [row.get("id", number) for number, row in enumerate(metadata)]
+    result = _call(name, ids, function, (list(prompts), list(responses), list(metadata)), timeout_s)
+    return _checked(name, ids, result)
+
+
+def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, timeout_s: float) -> object:
+    """What the function returns. It runs in a daemon thread: a hanging one cannot keep the process alive."""
+    outcome: dict[str, object] = {}
+
+    def run() -> None:
+        try:
+            outcome["result"] = function(*arguments)
+        except Exception as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, name=f"reward {name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise RewardError(
+            f"reward function {name} did not return within reward.timeout_s {timeout_s:g} s ({_samples(ids)}); "
+            "make it faster or raise the limit"
+        )
+    error = outcome.get("error")
+    if isinstance(error, Exception):
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise RewardError(f"reward function {name} raised {type(error).__name__} ({_samples(ids)}):\n{text}") from error
+    return outcome["result"]
+
+
+def _checked(name: str, ids: list, result: object) -> torch.Tensor:
+    """The result as [B] float32; half-precision tensors, booleans and whole numbers are promoted."""
+    if isinstance(result, dict):
+        raise RewardError(f"reward function {name} returned a dict with keys {sorted(result)}; return a list of numbers")
+    values = result.tolist() if hasattr(result, "tolist") else result  # tensors and arrays, from whatever device
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"reward function {name} returned {_described(result)}; return a list of {len(ids)} numbers")
+    if len(values) != len(ids):
+        raise RewardError(
+            f"reward function {name} returned {len(values)} values for {len(ids)} responses; return one for each, in order"
+        )
+    return torch.tensor([_number(name, ids[i], value) for i, value in enumerate(values)], dtype=torch.float32)
+
+
+def _number(name: str, sample_id: object, value: object) -> float:
+    if hasattr(value, "tolist"):  # a scalar tensor or numpy number inside a list
+        value = value.tolist()
+    if not isinstance(value, int | float):
+        raise RewardError(
+            f"reward function {name} returned {_described(value)} for sample {sample_id!r}; return one number per response"
+        )
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise RewardError(f"reward function {name} returned {number} for sample {sample_id!r}; return finite numbers")
+    return number
+
+
+def _described(value: object) -> str:
+    keys = f" with keys {sorted(value)}" if isinstance(value, dict) else ""
+    return "None" if value is None else f"a {type(value).__name__}{keys}"
+
+
+def _samples(ids: list) -> str:
+    shown = ", ".join(repr(i) for i in ids[:8])
+    return f"samples {shown}{f' and {len(ids) - 8} more' if len(ids) > 8 else ''}"
