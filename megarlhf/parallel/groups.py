@@ -1,0 +1,115 @@
+"""The process groups of one model: a value made from its layout, so that each model of a run can have its own layout.
+
+megatron-core's global parallel_state stays uninitialised: every model, optimizer and schedule is given the
+`collection` here. The two process-wide things that megatron-core cannot do without are set up here too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megarlhf.config.layout import Layout
+from megarlhf.errors import LayoutError
+from megarlhf.parallel.grid import Coordinates, Grid
+
+_COLLECTION_AXES = (
+    "tp", "pp", "cp", "ep", "dp", "mp", "tp_cp", "dp_cp", "tp_dp_cp", "embd", "pos_embd",
+    "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """This rank's process groups under one layout, and where it sits in them."""
+
+    layout: Layout
+    grid: Grid
+    rank: int
+    coordinates: Coordinates
+    collection: ProcessGroupCollection
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    world: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank holds the embedding."""
+        return self.coordinates.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank holds the final norm and the head."""
+        return self.coordinates.pp == self.layout.pp - 1
+
+    @property
+    def world_size(self) -> int:
+        return self.grid.world_size
+
+    def ranks(self, axis: str) -> list[int]:
+        """Global ranks of this rank's group of one kind (see `Grid.groups`), ascending."""
+        return self.grid.group_of(axis, self.rank)
+
+
+def build_groups(layout: Layout, world_size: int) -> Groups:
+    """Make all process groups of a layout (collective over the world: every rank makes every group, in one order).
+
+    Raises LayoutError when the layout does not fit the world, or asks for what is not built.
+    """
+    if layout.cp > 1 or layout.ep > 1:
+        raise LayoutError(f"{layout}: context and expert parallelism are not built yet; set cp and ep to 1")
+    if world_size != dist.get_world_size():
+        raise ValueError(f"groups for {world_size} ranks asked for in a world of {dist.get_world_size()}")
+    grid, rank = Grid(layout, world_size), dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
+    mine = {axis: _make(grid.groups(axis), rank, made) for axis in _COLLECTION_AXES}
+    collection = ProcessGroupCollection(**mine)
+    collection.intra_dp_cp = collection.dp_cp
+    collection.intra_expt_dp = collection.expt_dp
+    # The norm of all gradients is reduced over this one: it has to span every shard of the model.
+    collection.intra_dist_opt = dist.group.WORLD
+    groups = Groups(
+        layout=layout,
+        grid=grid,
+        rank=rank,
+        coordinates=grid.coordinates(rank),
+        collection=collection,
+        tp=mine["tp"],
+        pp=mine["pp"],
+        dp=mine["dp"],
+        mp=mine["mp"],
+        world=dist.group.WORLD,
+    )
+    _share_global_buffer()
+    seed_random_tracker(groups, seed=0)
+    return groups
+
+
+def seed_random_tracker(groups: Groups, seed: int) -> None:
+    """Seed megatron-core's process-wide random tracker (weights and dropout of tensor-parallel layers) for this rank.
+
+    torch's own CPU generator is left as it was: megatron-core would reseed it where the CPU stands in for the GPU.
+    """
+    state = torch.get_rng_state()
+    tp_rank = groups.coordinates.tp
+    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
+    torch.set_rng_state(state)
+
+
+def _make(groups: list[list[int]], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Make those of `groups` that are not made yet (collective); returns the one that holds `rank`."""
+    for ranks in groups:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = dist.new_group(ranks)
+    return next(made[tuple(ranks)] for ranks in groups if rank in ranks)
+
+
+def _share_global_buffer() -> None:
+    """Sequence-parallel layers take scratch memory from a process-wide buffer that only parallel_state can set up."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
