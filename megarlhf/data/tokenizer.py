@@ -7,6 +7,7 @@ Text that spells a special token becomes that token, as in transformers. Rollout
 
 import json
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 from megarlhf.errors import CheckpointError, ConfigError, DataError
@@ -29,6 +30,12 @@ class Tokenizer:
         self.bos_id: int | None = self._hf.bos_token_id
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop_tokens)
         self.pad_id: int = next(i for i in (self._hf.pad_token_id, *self.stop_ids, 0) if i is not None)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the vocabulary: equal for tokenizers that mean the same by every id."""
+        vocabulary = sorted(self._hf.get_vocab().items())
+        return blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""

@@ -5,7 +5,7 @@
 
 from megarlhf.device.memory import empty_cache, memory_allocated_bytes, pinned, synchronize
 from megarlhf.device.setup import backend, current, is_prepared, prepare
-from megarlhf.device.world import join_world, leave_world
+from megarlhf.device.world import join_world, launched_world_size, leave_world
 
 __all__ = [
     "backend",
@@ -13,6 +13,7 @@ __all__ = [
     "empty_cache",
     "is_prepared",
     "join_world",
+    "launched_world_size",
     "leave_world",
     "memory_allocated_bytes",
     "pinned",

@@ -27,6 +27,11 @@ def join_world(timeout_s: float = 600) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def launched_world_size() -> int:
+    """Ranks that the launcher started, without joining them; 1 without a launcher. Raises ConfigError as `join_world`."""
+    return _place_in_world()[1]
+
+
 def leave_world() -> None:
     """Leave the process group of all ranks, if it was joined."""
     if dist.is_initialized():

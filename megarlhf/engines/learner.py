@@ -1,0 +1,179 @@
+"""Trains one model: micro-batches through the pipeline, gradients summed over ranks, one guarded optimizer step.
+
+The learner knows no algorithm. It is given a loss on flat token tensors, divides nothing, and reports what happened.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megarlhf import device
+from megarlhf.algorithms.schedule import learning_rate
+from megarlhf.config.settings import Optimizer
+from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
+from megarlhf.errors import TrainingError
+from megarlhf.models.build import Model
+from megarlhf.models.forward import values, vocabulary_logprobs
+from megarlhf.records.experience import Experience
+from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metrics_from_vectors
+from megarlhf.records.tokens import TokenBatch
+
+Loss = Callable[[torch.Tensor, TokenBatch, float], tuple[torch.Tensor, dict[str, Metric]]]
+"""(log-probs or values [N], the micro-batch's valid tokens, denominator) -> (loss, metrics)."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one call of `Learner.update` did: the reduced metrics, the gradient norm, whether weights changed."""
+
+    metrics: dict[str, Metric]
+    gradient_norm: float
+    applied: bool
+
+
+class Learner:
+    """A model, its gradients and its optimizer. All methods are collective over the world."""
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Loss,
+        settings: Optimizer,
+        *,
+        total_updates: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        max_skipped: int = 3,
+    ):
+        """`model` holds its weights already: the optimizer copies them. `temperature` divides logits, never values.
+
+        `max_skipped` non-finite updates in a row raise TrainingError.
+        """
+        self.model = model
+        self.loss = loss
+        self.settings = settings
+        self.total_updates = total_updates
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.max_skipped = max_skipped
+        self.num_updates = 0
+        self.num_skipped = 0
+        self._skipped_in_a_row = 0
+        self._chunks = [_with_gradients(model, chunk) for chunk in model.chunks]
+        self._optimizer = _build_optimizer(model, self._chunks, settings)
+        model.config.finalize_model_grads_func = _sum_gradients
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self.num_updates, self.total_updates, self.settings)
+
+    def update(self, minibatch: Experience) -> Update:
+        """One optimizer step on `minibatch` (the same on every rank), or a skipped one if a gradient is not finite."""
+        metrics = self.accumulate(minibatch)
+        norm, applied = self._step()
+        self.num_skipped += not applied
+        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise TrainingError(
+                f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); nothing was "
+                "applied. Lower the learning rate, or look at the samples and scores of this step"
+            )
+        return Update(metrics, norm, applied)
+
+    def accumulate(self, minibatch: Experience) -> dict[str, Metric]:
+        """Gradients of the whole minibatch, complete on every rank; returns the reduced metrics."""
+        groups = self.model.groups
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+            chunk.train()
+        self._optimizer.zero_grad()
+        dp = groups.layout.dp(groups.grid.world_size)
+        batches = micro_batches(minibatch, groups.layout, dp, groups.coordinates.dp, self.max_tokens)
+        denominator = float(max(1, minibatch.num_tokens))
+        head = self._head(minibatch, denominator)
+        outputs = run_pass(self.model, self._chunks, batches, head, train=True)
+        return _reduce(outputs, self.model)
+
+    def _head(self, minibatch: Experience, denominator: float):
+        def head(hidden: torch.Tensor, batch: MicroBatch):
+            packed = batch.packed
+            if self.model.head == "value":
+                predicted = values(self.model, hidden, packed.logit_positions)
+            else:
+                predicted, _ = vocabulary_logprobs(
+                    self.model, hidden, packed.logit_positions, packed.targets, self.temperature, with_entropy=False
+                )
+            tokens = TokenBatch.from_experience(minibatch.select(list(batch.rows))).to(predicted.device)
+            loss, metrics = self.loss(predicted, tokens, denominator)
+            return loss + 0.0 * hidden.sum(), metrics  # an empty micro-batch still sends gradients down the pipeline
+
+        return head
+
+    @torch.no_grad()
+    def _step(self) -> tuple[float, bool]:
+        """Clips and applies. The norm spans the world, so that all ranks skip together."""
+        optimizer = self._optimizer
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm, False
+        for part in optimizer.chained_optimizers:
+            for group in part.param_groups:
+                group["lr"] = self.learning_rate
+            parameters = part.get_parameters()
+            if self.settings.clip_grad > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
+        optimizer.step_with_ready_grads()
+        self.num_updates += 1
+        return norm, True
+
+
+def _with_gradients(model: Model, chunk: torch.nn.Module) -> DistributedDataParallel:
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, settings, chunk, pg_collection=model.groups.collection)
+
+
+def _build_optimizer(model: Model, chunks: list[DistributedDataParallel], settings: Optimizer):
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(
+        config, chunks, pg_collection=model.groups.collection, use_gloo_process_groups=False
+    )
+
+
+def _sum_gradients(chunks, _num_tokens, *, pg_collection, force_all_reduce):
+    # No token count: losses are already divided by the denominator of the whole minibatch.
+    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def _reduce(outputs: list[dict[str, Metric]], model: Model) -> dict[str, Metric]:
+    """Metrics of all micro-batches and data-parallel ranks, the same on every rank. Collective over dp, then pp."""
+    groups = model.groups
+    message: list = [None]
+    if groups.is_last_stage:
+        metrics = merge_metrics(outputs)
+        addends, maxima = (vector.to(device.current()) for vector in metric_vectors(metrics))
+        dist.all_reduce(addends, group=groups.dp)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.dp)
+        message = [metrics_from_vectors(metrics, addends, maxima)]
+    if groups.layout.pp > 1:
+        dist.broadcast_object_list(message, group_src=groups.layout.pp - 1, group=groups.pp)
+    return message[0]

@@ -1,0 +1,107 @@
+"""Sends packed micro-batches through a model's pipeline stages with megatron-core's schedules.
+
+Learner and scorer share this pass: it decides which rows a data-parallel rank takes, packs them, pads the number of
+micro-batches so that all ranks run the same schedule, and hands the last stage's hidden states to a head.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megarlhf import device
+from megarlhf.config.layout import Layout
+from megarlhf.models.build import Model
+from megarlhf.models.forward import packed_forward
+from megarlhf.parallel.rows import share
+from megarlhf.records.experience import Experience
+from megarlhf.records.packing import PackedRows, pack, pack_rows
+
+Head = Callable[[torch.Tensor, "MicroBatch"], tuple]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a batch packed into one stream; `rows` is empty in one that only keeps a rank in step with the others."""
+
+    rows: tuple[int, ...]
+    packed: PackedRows
+
+
+def plan_rows(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[list[int]]]:
+    """Rows by data-parallel rank and micro-batch, each list equally long: short ranks get empty micro-batches.
+
+    Every rank computes the same plan from all lengths (tokens per row), so no collective is needed and no rank
+    waits for a micro-batch that its neighbour does not have.
+    """
+    plan = []
+    for rows in share(lengths, dp):
+        plan.append([[rows[i] for i in bin] for bin in pack([lengths[row] for row in rows], max_tokens)])
+    longest = max(len(bins) for bins in plan)
+    return [bins + [[]] * (longest - len(bins)) for bins in plan]
+
+
+def micro_batches(experience: Experience, layout: Layout, dp: int, dp_rank: int, max_tokens: int) -> list[MicroBatch]:
+    """This data-parallel rank's share of `experience`, packed to at most `max_tokens` tokens each."""
+    plan = plan_rows(experience.lengths.tolist(), dp, max_tokens)[dp_rank]
+    multiple = layout.tp if layout.sp else 1
+    return [
+        MicroBatch(tuple(rows), (pack_rows(experience, rows, multiple) if rows else _filler(multiple)).to(device.current()))
+        for rows in plan
+    ]
+
+
+def _filler(num_tokens: int) -> PackedRows:
+    """A stream of `num_tokens` tokens that nothing is read from."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return PackedRows(
+        rows=(),
+        input_ids=torch.zeros(1, num_tokens, dtype=torch.int64),
+        position_ids=torch.arange(num_tokens)[None],
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        max_seqlen=num_tokens,
+        logit_positions=nothing,
+        targets=nothing,
+        last_positions=nothing,
+        num_valid=(),
+    )
+
+
+def run_pass(model: Model, chunks: Sequence[torch.nn.Module], batches: list[MicroBatch], head: Head, train: bool) -> list:
+    """Runs every micro-batch through the stages (collective over the model's groups).
+
+    `head(hidden, micro_batch)` runs on the last stage only. Training: it returns (loss, metrics) and gradients are
+    summed over micro-batches, never averaged. Scoring: it returns any value. The list of metrics or values, one per
+    micro-batch, is returned on the last stage; other stages get an empty list.
+    """
+    groups = model.groups
+    iterators = [iter(batches) for _ in chunks]
+    schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=len(chunks) if len(chunks) > 1 else None)
+    communicator = {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if groups.layout.pp > 1 else {}
+    return schedule(
+        forward_step_func=lambda iterator, chunk: _forward_step(next(iterator), chunk, head, train),
+        data_iterator=iterators,
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=1,  # stages tell each other the real shapes (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=not train,
+        collect_non_loss_data=not train,
+        pg_collection=groups.collection,
+        **communicator,
+    )
+
+
+def _forward_step(batch: MicroBatch, chunk: torch.nn.Module, head: Head, train: bool):
+    hidden = packed_forward(chunk, batch.packed)
+    if train:
+        return hidden, lambda output: _summed_loss(*head(output, batch))
+    return hidden, lambda output, non_loss_data: head(output, batch)
+
+
+def _summed_loss(loss: torch.Tensor, metrics: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    # Three values and calculate_per_token_loss: megatron-core then leaves the loss as it is. The losses here are
+    # already divided by the denominator of the whole minibatch.
+    return loss, torch.ones((), dtype=torch.int), metrics

@@ -1,0 +1,122 @@
+"""Forward-only passes that fill fields of an Experience: log-probs, values, or a reward model's scores.
+
+Each data-parallel rank scores its share of the rows; results travel to every rank and land in input order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
+from megarlhf.models.build import Model
+from megarlhf.models.forward import values, vocabulary_logprobs
+from megarlhf.parallel.rows import gather_rows
+from megarlhf.records.experience import Experience, scatter_rows
+from megarlhf.residency.snapshot import Snapshot
+
+ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+
+
+@torch.no_grad()
+def score_rows(
+    model: Model, experience: Experience, counts: Sequence[int], max_tokens: int, head: ScoreHead
+) -> list[torch.Tensor]:
+    """One flat float32 tensor per row, on every rank, in input order. Collective over the world.
+
+    `head(hidden, micro_batch)` returns the values of its rows, flat and in row order; `counts[row]` says how many.
+    """
+    groups = model.groups
+    dp = groups.layout.dp(groups.grid.world_size)
+    batches = micro_batches(experience, groups.layout, dp, groups.coordinates.dp, max_tokens)
+    modes = [chunk.training for chunk in model.chunks]
+    for chunk in model.chunks:
+        chunk.eval()
+    outputs = run_pass(model, model.chunks, batches, head, train=False)
+    for chunk, mode in zip(model.chunks, modes, strict=True):
+        chunk.train(mode)
+    rows, pieces = [], []
+    if groups.is_last_stage and groups.coordinates.tp == 0:
+        for batch, flat in zip(batches, outputs, strict=True):
+            rows += batch.rows
+            pieces += flat.float().cpu().split([counts[row] for row in batch.rows]) if batch.rows else []
+    return gather_rows(rows, pieces, experience.num_rows, groups.world)
+
+
+@dataclass(frozen=True)
+class LogprobScorer:
+    """Log-probs of the sampled tokens under `model`, in its own layout, written to `field`."""
+
+    model: Model
+    field: Literal["logp_start", "logp_reference"]
+    temperature: float
+    max_tokens: int
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Fills the field [B, T]; with `logp_start` also `entropy` [B, T]. Collective over the world."""
+        with_entropy = self.field == "logp_start"
+
+        def head(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            packed = batch.packed
+            logp, entropy = vocabulary_logprobs(
+                self.model, hidden, packed.logit_positions, packed.targets, self.temperature, with_entropy=with_entropy
+            )
+            return torch.stack([logp, entropy], 1).flatten() if with_entropy else logp
+
+        width = 2 if with_entropy else 1
+        counts = (width * experience.mask.sum(1)).tolist()
+        rows = score_rows(self.model, experience, counts, self.max_tokens, head)
+        if not with_entropy:
+            return experience.replace(**{self.field: scatter_rows(rows, experience.mask)})
+        return experience.replace(
+            logp_start=scatter_rows([row[0::2] for row in rows], experience.mask),
+            entropy=scatter_rows([row[1::2] for row in rows], experience.mask),
+        )
+
+
+@dataclass(frozen=True)
+class ReferenceScorer:
+    """Log-probs under the reference: `scorer`'s model with the snapshot's weights in it."""
+
+    snapshot: Snapshot
+    scorer: LogprobScorer
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Fills `logp_reference` [B, T]. Collective over the world."""
+        with self.snapshot.swapped_in(self.scorer.model.named_parameters()):
+            return self.scorer.annotate(experience)
+
+
+@dataclass(frozen=True)
+class ValueScorer:
+    """The critic's value before each sampled token."""
+
+    model: Model
+    max_tokens: int
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Fills `value` [B, T]. Collective over the world."""
+
+        def head(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            return values(self.model, hidden, batch.packed.logit_positions)
+
+        counts = experience.mask.sum(1).tolist()
+        rows = score_rows(self.model, experience, counts, self.max_tokens, head)
+        return experience.replace(value=scatter_rows(rows, experience.mask))
+
+
+@dataclass(frozen=True)
+class RewardModelScorer:
+    """A reward model's score of each whole sequence, read at its last token (by length, whatever the pad id is)."""
+
+    model: Model
+    max_tokens: int
+
+    def scores(self, experience: Experience) -> torch.Tensor:
+        """[B] float32. Collective over the world."""
+
+        def head(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            return values(self.model, hidden, batch.packed.last_positions)
+
+        return torch.cat(score_rows(self.model, experience, [1] * experience.num_rows, self.max_tokens, head))

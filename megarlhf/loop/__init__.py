@@ -1,0 +1,1 @@
+"""From settings to a running loop: preflight, building, the source of batches, and the loop itself."""

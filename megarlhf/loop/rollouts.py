@@ -1,0 +1,76 @@
+"""The source of a step's batch: prompts in order, weights brought up to date, responses sampled, texts decoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megarlhf.data.order import PromptOrder, occurrences
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.engines.generator import Completion, Generator, Request, Sampling
+from megarlhf.engines.learner import Learner
+from megarlhf.records.experience import Experience
+from megarlhf.records.prompts import Prompt, Sample, siblings
+from megarlhf.telemetry.spans import Spans
+from megarlhf.weights.exchange import Resharder
+
+
+@dataclass
+class Rollouts:
+    """Samples from the actor as it is now. Everything here is collective over the world."""
+
+    prompts: Sequence[Prompt]
+    order: PromptOrder
+    samples_per_prompt: int
+    sampling: Sampling
+    tokenizer: Tokenizer
+    generator: Generator
+    actor: Learner
+    resharder: Resharder
+    spans: Spans
+    bytes_resharded: int = 0
+    """Bytes that crossed ranks when the weights were last brought up to date."""
+    _version: int = -1
+
+    def next_batch(self, step: int) -> Experience:
+        """The batch of `step`: siblings are consecutive rows; `logp_rollout` is filled."""
+        indices = self.order.batch(step)
+        samples = siblings([self.prompts[index] for index in indices], self.samples_per_prompt)
+        # A prompt that is used twice in a batch needs other noise the second time, which the sample number gives.
+        repeats = [number for number in occurrences(indices) for _ in range(self.samples_per_prompt)]
+        numbered = [
+            replace(sample, sample=sample.sample + repeat * self.samples_per_prompt)
+            for sample, repeat in zip(samples, repeats, strict=True)
+        ]
+        return self.sample(numbered, step)
+
+    def sample(self, samples: Sequence[Sample], step: int) -> Experience:
+        """One row per sample, drawn with the noise of `step` from the actor's latest weights."""
+        self.refresh()
+        requests = [Request(sample.prompt.token_ids, sample.prompt.row_id, sample.sample) for sample in samples]
+        with self.spans("generate"):
+            completions = self.generator.generate(requests, replace(self.sampling, step=step))
+        return _experience(samples, completions, self.tokenizer)
+
+    def refresh(self) -> None:
+        """Reshard the actor's weights into the generation layout, if they changed since the last time.
+
+        Sampling goes through here, so stale weights cannot be sampled from, whatever else is switched on or off.
+        """
+        if self._version == self.actor.num_updates:
+            return
+        with self.spans("reshard"):
+            self.bytes_resharded = self.resharder.run().bytes_sent
+        self._version = self.actor.num_updates
+
+
+def _experience(samples: Sequence[Sample], completions: Sequence[Completion], tokenizer: Tokenizer) -> Experience:
+    return Experience.from_completions(
+        [sample.prompt.token_ids for sample in samples],
+        [completion.token_ids for completion in completions],
+        [completion.logps for completion in completions],
+        row_id=[sample.prompt.row_id for sample in samples],
+        group=[sample.group for sample in samples],
+        finished=[completion.finish_reason == "stop" for completion in completions],
+        prompts=[sample.prompt.text for sample in samples],
+        responses=[tokenizer.decode(completion.token_ids) for completion in completions],
+        metadata=[sample.prompt.metadata for sample in samples],
+    )
