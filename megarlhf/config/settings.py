@@ -91,7 +91,8 @@ class Reward:
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
     functions: tuple[str, ...] = ()
-    """Reward functions: names from megarlhf.rewards or `module:function`, f(prompts, responses, metadata) -> list[float]."""
+    """Reward functions: names from megarlhf.rewards or `module:function`, which is called as
+    f(prompts, responses, metadata) -> list[float]."""
     weights: tuple[float, ...] = ()
     """Weight of the reward model (when there is one), then of each function; empty: all 1."""
     timeout_s: float = 60.0
@@ -135,7 +136,7 @@ class PPO:
     num_minibatches: int = 1
     """Optimizer updates per pass."""
     target_kl: float = 0.0
-    """Approximate KL(old, new) of an update beyond which the step's remaining minibatches are dropped; 0 turns it off."""
+    """Approximate KL(old, new) of an update beyond which the step's remaining minibatches are dropped; 0: never."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""What can be said to be wrong with settings before any model, file or device is touched: ranges and arithmetic.
+
+Each check gives sentences that name the setting, the value, what is accepted and, where there is one, a value to use.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megarlhf.config.layout import Layout
+from megarlhf.config.settings import PPORun
+from megarlhf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers a setting takes, as a test and in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+POSITIVE = Range(lambda value: value > 0, "more than 0")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or more")
+AT_LEAST_ONE = Range(lambda value: value >= 1, "1 or more")
+FRACTION = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
+DECAY = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+PROBABILITY = Range(lambda value: 0 < value <= 1, "more than 0 and at most 1")
+
+OPTIMIZER_RANGES = {
+    "learning_rate": POSITIVE,
+    "min_learning_rate": NOT_NEGATIVE,
+    "warmup_updates": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "beta1": DECAY,
+    "beta2": DECAY,
+    "epsilon": POSITIVE,
+    "clip_grad": NOT_NEGATIVE,
+}
+
+RANGES = {
+    "actor.micro_batch_tokens": AT_LEAST_ONE,
+    "critic.micro_batch_tokens": AT_LEAST_ONE,
+    "reward.micro_batch_tokens": AT_LEAST_ONE,
+    "reward.timeout_s": POSITIVE,
+    "algorithm.gamma": FRACTION,
+    "algorithm.lambda": FRACTION,
+    "algorithm.kl_coef": NOT_NEGATIVE,
+    "algorithm.kl_target": POSITIVE,
+    "algorithm.kl_horizon": AT_LEAST_ONE,
+    "algorithm.clip_low": PROBABILITY,
+    "algorithm.clip_high": POSITIVE,
+    "algorithm.value_clip": NOT_NEGATIVE,
+    "algorithm.reward_clip": NOT_NEGATIVE,
+    "algorithm.missing_eos_penalty": NOT_NEGATIVE,
+    "algorithm.num_epochs": AT_LEAST_ONE,
+    "algorithm.num_minibatches": AT_LEAST_ONE,
+    "algorithm.target_kl": NOT_NEGATIVE,
+    "rollout.batch_size": AT_LEAST_ONE,
+    "rollout.samples_per_prompt": AT_LEAST_ONE,
+    "rollout.max_new_tokens": AT_LEAST_ONE,
+    "rollout.min_new_tokens": NOT_NEGATIVE,
+    "rollout.temperature": POSITIVE,
+    "rollout.top_k": NOT_NEGATIVE,
+    "rollout.top_p": PROBABILITY,
+    "rollout.max_slots": AT_LEAST_ONE,
+    "data.max_prompt_tokens": AT_LEAST_ONE,
+    "run.seed": NOT_NEGATIVE,
+    "run.steps": AT_LEAST_ONE,
+    "run.save_every": NOT_NEGATIVE,
+    "run.sample_texts": NOT_NEGATIVE,
+    **{f"{model}.optimizer.{name}": OPTIMIZER_RANGES[name] for model in ("actor", "critic") for name in OPTIMIZER_RANGES},
+}
+
+
+def violations(settings: PPORun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> list[str]:
+    """Everything wrong that needs no model: ranges, layouts, batch arithmetic and, given `world_size`, the launch.
+
+    `command` completes the launch command that is suggested when the number of ranks is wrong.
+    """
+    found = [*_ranges(settings), *_layouts(settings)]
+    if not found:  # the arithmetic below divides by these numbers
+        found += _consistency(settings)
+        found += _launch(settings, world_size, command) if world_size else []
+        found += _batches(settings, world_size) if world_size and not found else []
+    return found
+
+
+def require_valid(settings: PPORun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> None:
+    """Raises ConfigError with all `violations`."""
+    found = violations(settings, world_size, command)
+    if found:
+        raise ConfigError(found)
+
+
+def layouts(settings: PPORun) -> dict[str, Layout]:
+    """The layout of each model under its setting's name, with the defaults that settings.py states filled in."""
+    critic = settings.critic.train or settings.actor.train
+    found = {"actor.train": settings.actor.train, "actor.generate": settings.actor.generate, "critic.train": critic}
+    if settings.reward.model:
+        found["reward.train"] = settings.reward.train or critic
+    return found
+
+
+def ranks_needed(settings: PPORun) -> int:
+    """The fewest ranks that hold whole copies of every model."""
+    return math.lcm(*(layout.model_ranks for layout in layouts(settings).values()))
+
+
+def launch_command(num_ranks: int, command: str) -> str:
+    """How to start `command` on `num_ranks` ranks of one machine."""
+    return f"torchrun --nproc-per-node {num_ranks} -m megarlhf {command}"
+
+
+def _value_at(settings: PPORun, name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        section = vars(value)
+        value = section[part] if part in section else section[part + "_"]
+    return value
+
+
+def _ranges(settings: PPORun) -> Iterator[str]:
+    for name, wanted in RANGES.items():
+        value = _value_at(settings, name)
+        if not wanted.holds(value):
+            yield f"{name}: {value} is out of range; choose a value that is {wanted.words}"
+
+
+def _layouts(settings: PPORun) -> Iterator[str]:
+    for name, layout in layouts(settings).items():
+        sizes = [field.name for field in fields(layout) if field.name != "sp"]
+        wrong = [size for size in sizes if vars(layout)[size] < 1]
+        yield from (f"{name}.{size}: {vars(layout)[size]} is out of range; choose 1 or more" for size in wrong)
+        for size in ("cp", "ep"):
+            if vars(layout)[size] > 1:
+                yield f"{name}.{size}: {vars(layout)[size]} is not supported by this version; leave it 1"
+        if layout.sp and layout.tp == 1:
+            yield f"{name}.sp: sequence parallelism needs tp > 1, and tp is 1; set sp to false or tp to 2 or more"
+        if layout.vp > 1 and layout.pp == 1:
+            yield f"{name}.vp: {layout.vp} virtual stages need pp > 1, and pp is 1; set vp to 1 or pp to 2 or more"
+        if name == "actor.generate" and (layout.sp or layout.vp > 1):
+            yield f"{name}: sp and vp serve training only; leave sp false and vp 1"
+
+
+def _consistency(settings: PPORun) -> Iterator[str]:
+    rollout, reward = settings.rollout, settings.reward
+    for name, value in (("actor.model", settings.actor.model), ("data.prompts", settings.data.prompts)):
+        if not value:
+            yield f"{name}: is not set; give a path"
+    if rollout.min_new_tokens > rollout.max_new_tokens:
+        yield (
+            f"rollout.min_new_tokens: {rollout.min_new_tokens} is more than rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}; choose {rollout.max_new_tokens} or less"
+        )
+    for name, optimizer in (("actor", settings.actor.optimizer), ("critic", settings.critic.optimizer)):
+        if optimizer.min_learning_rate > optimizer.learning_rate:
+            yield (
+                f"{name}.optimizer.min_learning_rate: {optimizer.min_learning_rate} is more than learning_rate "
+                f"{optimizer.learning_rate}; choose {optimizer.learning_rate} or less"
+            )
+    yield from _reward_sources(len(reward.functions) + bool(reward.model), len(reward.weights))
+    rows = rollout.batch_size * rollout.samples_per_prompt
+    if rows < settings.algorithm.num_minibatches:
+        yield (
+            f"algorithm.num_minibatches: {settings.algorithm.num_minibatches} minibatches cannot be made of {rows} "
+            f"rows (rollout.batch_size {rollout.batch_size} * samples_per_prompt {rollout.samples_per_prompt}); "
+            f"choose {rows} or less"
+        )
+
+
+def _reward_sources(num_sources: int, num_weights: int) -> Iterator[str]:
+    if not num_sources:
+        yield "reward: neither reward.model nor reward.functions is set; give one, for example functions: [sentiment]"
+    elif num_weights not in (0, num_sources):
+        yield f"reward.weights: {num_weights} weights for {num_sources} sources of reward; give {num_sources} or none"
+
+
+def _launch(settings: PPORun, world_size: int, command: str) -> Iterator[str]:
+    needed = ranks_needed(settings)
+    suggestion = launch_command(needed * max(1, math.ceil(world_size / needed)), command)
+    for name, layout in layouts(settings).items():
+        if world_size % layout.model_ranks:
+            yield (
+                f"{name}: tp {layout.tp} * pp {layout.pp} * cp {layout.cp} = {layout.model_ranks} ranks hold one copy "
+                f"of the model, which does not divide the {world_size} launched; all models together need a multiple of "
+                f"{needed}: {suggestion}"
+            )
+
+
+def _batches(settings: PPORun, world_size: int) -> Iterator[str]:
+    """Each minibatch is shared equally by the data-parallel ranks of whoever learns from it."""
+    rollout, num_minibatches = settings.rollout, settings.algorithm.num_minibatches
+    rows = rollout.batch_size * rollout.samples_per_prompt
+    for name in ("actor.train", "critic.train"):
+        dp = layouts(settings)[name].dp(world_size)
+        unit = num_minibatches * dp
+        if rows % unit:
+            step = unit // math.gcd(unit, rollout.samples_per_prompt)
+            yield (
+                f"rollout.batch_size: {rollout.batch_size} prompts * {rollout.samples_per_prompt} samples_per_prompt = "
+                f"{rows} rows cannot be shared equally by algorithm.num_minibatches {num_minibatches} * {dp} "
+                f"data-parallel ranks of {name}; choose a multiple of {step}, such as "
+                f"{step * math.ceil(rollout.batch_size / step)}"
+            )

@@ -1,0 +1,100 @@
+"""Dotted flags, parsed by tyro against a mirror of the settings in which every value is still the text that was typed.
+
+Keeping the text lets YAML and flags share one set of rules and one list of errors (see `load.py`), and lets a flag such
+as `--critic.train.tp 2` fill a section that is null by default.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from megarlhf.config.fields import Setting, settings_of
+
+
+@dataclass(frozen=True)
+class FlagText:
+    """The words after a flag; None where the flag was not given."""
+
+    words: tuple[str, ...] | None = None
+
+
+def parse_flags(settings: Any, argv: Sequence[str], prog: str) -> tuple[dict, list[str]]:
+    """What the flags set, as nested dicts of FlagText, and words that are no flag of ours. Help shows `settings`."""
+    mirror = _mirror(type(settings), settings)
+    filled, unknown = tyro.cli(
+        mirror, prog=prog, args=list(argv), return_unknown_args=True, use_underscores=True,
+        description=f"Settings of `{prog}`, each with its present value.",
+    )  # fmt: skip
+    return _given(filled, type(settings)), _flags_only(unknown)
+
+
+def _mirror(cls: type, settings: Any) -> type:
+    columns = []
+    for setting in settings_of(cls):
+        value = vars(settings)[setting.attribute]
+        if setting.is_section:
+            section = _mirror(setting.kind, setting.section_base(value))
+            columns.append((setting.attribute, section, field(default_factory=section)))
+        else:
+            columns.append((setting.attribute, _text_of(setting, value), field(default=FlagText())))
+    mirror = make_dataclass(cls.__name__, columns, frozen=True)
+    mirror.__doc__ = cls.__doc__
+    return mirror
+
+
+def _text_of(setting: Setting, value: Any) -> Any:
+    spec = PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=_metavar(setting.kind),
+        instance_from_str=lambda words: FlagText(tuple(words)),
+        is_instance=lambda instance: isinstance(instance, FlagText),
+        str_from_instance=lambda instance: list(instance.words or ()),
+    )
+    hint = f"(now: {_shown(value)})"
+    return Annotated[FlagText, spec, tyro.conf.arg(name=setting.name, help=setting.help, help_behavior_hint=hint)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    if value in ("", None):
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return f"[{_metavar(get_args(kind)[0])} ...]"
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "TEXT"}[kind]
+
+
+def _given(mirror: Any, cls: type) -> dict:
+    """Only what was typed, under the names that were typed."""
+    result = {}
+    names = {setting.attribute: setting.name for setting in settings_of(cls)}
+    kinds = {setting.attribute: setting.kind for setting in settings_of(cls)}
+    for column in fields(mirror):
+        value = vars(mirror)[column.name]
+        if is_dataclass(kinds[column.name]):
+            below = _given(value, kinds[column.name])
+            if below:
+                result[names[column.name]] = below
+        elif value.words is not None:
+            result[names[column.name]] = value
+    return result
+
+
+def _flags_only(unknown: Sequence[str]) -> list[str]:
+    """Unknown flags without their values; words that follow no flag stay."""
+    flags: list[str] = []
+    for word in unknown:
+        if word.startswith("--"):
+            flags.append(word.partition("=")[0])
+        elif not flags:
+            flags.append(word)
+    return flags

@@ -1,0 +1,218 @@
+"""A YAML file, then dotted flags on top of it, become frozen settings; everything that is wrong is told at once.
+
+    settings = load(PPORun, "recipe.yaml", ["--actor.optimizer.learning_rate", "1e-6"])
+
+Sections are merged over the defaults key by key. Numbers in scientific notation are floats however YAML reads them.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+
+from megarlhf.config.fields import Setting, accepted, dotted_names, settings_of
+from megarlhf.config.flags import FlagText, parse_flags
+from megarlhf.config.read import Section, read_yaml
+from megarlhf.errors import ConfigError
+
+T = TypeVar("T")
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class _Rejected(Exception):
+    """A value that a setting does not take; the text says what was found."""
+
+
+def load(cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: str = "megarlhf") -> T:
+    """Settings of class `cls` from a file (or None: only defaults) and flags.
+
+    `--help` prints every setting with its value and exits. Raises ConfigError with every violation found.
+    """
+    violations: list[str] = []
+    settings = cls()
+    if yaml_path is not None:
+        section, duplicates = read_yaml(yaml_path)
+        violations += duplicates
+        settings = _fill(cls, settings, section, _Place(cls, str(yaml_path)), violations)
+    flags, unknown = parse_flags(settings, argv, prog)
+    violations += [_unknown_flag(cls, flag) for flag in unknown]
+    settings = _fill(cls, settings, flags, _Place(cls), violations)
+    if violations:
+        raise ConfigError(violations)
+    return settings
+
+
+def load_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Settings of a command called as `FILE.yaml [--dotted.flags]`; the file may be left out. Raises ConfigError."""
+    path, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    return load(cls, path, flags, prog)
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Plain dicts, lists and scalars under the names a user types."""
+    result = {}
+    for setting in settings_of(type(settings)):
+        value = _attribute(settings, setting)
+        if setting.is_section and value is not None:
+            value = to_dict(value)
+        result[setting.name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def to_yaml(settings: Any) -> str:
+    """YAML that `load` turns into equal settings."""
+    return yaml.safe_dump(to_dict(settings), sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Place:
+    """Where in the settings we are: says so at the head of every message."""
+
+    def __init__(self, root: type, path: str = "", prefix: str = "") -> None:
+        self.root, self.path, self.prefix = root, path, prefix
+
+    def inside(self, name: str) -> "_Place":
+        return _Place(self.root, self.path, f"{self.prefix}{name}.")
+
+    def head(self, key: str, section: dict) -> str:
+        """`FILE:LINE: actor.model` for a key of a file, `--actor.model` for a flag."""
+        if not isinstance(section, Section):
+            return f"--{self.prefix}{key}"
+        line = section.lines.get(key)
+        return f"{self.path}:{line}: {self.prefix}{key}" if line else f"{self.path}: {self.prefix}{key}"
+
+
+def _fill(cls: type, base: Any, section: dict, place: _Place, violations: list[str]) -> Any:
+    """`base` with the values of `section` laid over it; what cannot be used is left out and added to `violations`."""
+    known = {setting.name: setting for setting in settings_of(cls)}
+    changes = {}
+    for key, value in section.items():
+        head = place.head(key, section)
+        if key not in known:
+            violations.append(f"{head}: no such setting; {_suggestion(str(key), place.prefix, place.root)}")
+            continue
+        setting = known[key]
+        try:
+            if isinstance(value, dict) and setting.is_section:
+                below = setting.section_base(_attribute(base, setting))
+                changes[setting.attribute] = _fill(setting.kind, below, value, place.inside(key), violations)
+            else:
+                changes[setting.attribute] = _value(setting, value)
+        except _Rejected as found:
+            violations.append(f"{head}: expected {accepted(setting)}, found {found}")
+    return replace(base, **changes)
+
+
+def _attribute(settings: Any, setting: Setting) -> Any:
+    return vars(settings)[setting.attribute]
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    if isinstance(value, FlagText):
+        return _from_words(setting, value.words)
+    if value is None:
+        if setting.is_section and not setting.optional:
+            return setting.default
+        if setting.optional:
+            return None
+        raise _Rejected("null; leave the key out for the default")
+    return _typed(setting.kind, value)
+
+
+def _from_words(setting: Setting, words: tuple[str, ...]) -> Any:
+    """The value of a flag: all words for a list, one word otherwise, none only for `true`."""
+    if setting.optional and words in (("null",), ("None",)):
+        return None
+    if get_origin(setting.kind) is tuple:
+        return tuple(_from_word(get_args(setting.kind)[0], word) for word in words)
+    if setting.kind is bool and not words:
+        return True
+    if len(words) != 1:
+        raise _Rejected("nothing" if not words else f"{len(words)} words: {' '.join(words)}")
+    return _from_word(setting.kind, words[0])
+
+
+def _from_word(kind: Any, word: str) -> Any:
+    if kind is bool and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if kind is int and re.fullmatch(r"[-+]?\d[\d_]*", word):
+        return int(word)
+    return _typed(kind, word)
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value in get_args(kind) and isinstance(value, str):
+            return value
+        raise _Rejected(_found(value))
+    if get_origin(kind) is tuple:
+        if isinstance(value, list):
+            return tuple(_typed(get_args(kind)[0], item) for item in value)
+        raise _Rejected(f"{_found(value)}; write [{value}]")
+    if kind is float:
+        return _float(value)
+    if kind in (bool, int, str) and type(value) is kind:
+        return value
+    raise _Rejected(_found(value) + _hint(kind, value))
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Rejected(_found(value))
+    if not math.isfinite(value):
+        raise _Rejected(f"{value}, which is not finite")
+    return float(value)
+
+
+def _found(value: Any) -> str:
+    words = {str: "text", bool: "true/false", int: "whole number", float: "number", list: "list"}
+    if isinstance(value, dict):
+        return "a section"
+    return f"{words.get(type(value), type(value).__name__)} {value!r}"
+
+
+def _hint(kind: Any, value: Any) -> str:
+    if kind is str and isinstance(value, int | float):
+        return "; put it in quotes"
+    if kind is int and not isinstance(value, bool | list | dict):
+        number = float(value) if isinstance(value, float) or _NUMBER.fullmatch(str(value)) else math.nan
+        return f"; write {int(number)}" if math.isfinite(number) and number == int(number) else ""
+    return ""
+
+
+def _unknown_flag(cls: type, flag: str) -> str:
+    if not flag.startswith("--"):
+        return f"{flag!r}: expected a flag such as --run.steps; the YAML file is the first argument"
+    name = flag[2:]
+    prefix, _, key = name.rpartition(".")
+    return f"--{name}: no such setting; {_suggestion(key, f'{prefix}.' if prefix else '', cls)}"
+
+
+def _suggestion(key: str, prefix: str, root: type) -> str:
+    """The setting most likely meant: a sibling of a like name, else the same name elsewhere, else any like it."""
+    names = list(dotted_names(root))
+    siblings = [name[len(prefix) :] for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    same = [name for name in names if name.rpartition(".")[2] == key]
+    likely = same or difflib.get_close_matches(prefix + key, names, n=1, cutoff=0.7)
+    if likely:
+        return "did you mean " + " or ".join(_nearest_first(likely, prefix)) + "?"
+    return f"accepted here: {', '.join(siblings)}" if siblings else f"sections: {', '.join(_sections(root))}"
+
+
+def _nearest_first(names: list[str], prefix: str) -> list[str]:
+    section = prefix.partition(".")[0]
+    near = [name for name in names if section and name.startswith(section + ".")]
+    return (near or names)[:3]
+
+
+def _sections(root: type) -> Iterator[str]:
+    return (setting.name for setting in settings_of(root))

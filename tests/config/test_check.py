@@ -1,0 +1,129 @@
+"""Ranges and arithmetic are checked without a model, and each sentence names a value that works."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megarlhf.config.check import RANGES, layouts, ranks_needed, require_valid, violations
+from megarlhf.config.fields import dotted_names
+from megarlhf.config.layout import Layout
+from megarlhf.config.load import load
+from megarlhf.config.settings import PPORun
+from megarlhf.errors import ConfigError
+
+NEEDED = "--actor.model m --data.prompts p.jsonl --reward.functions length".split()
+
+
+def settings(flags: str = "") -> PPORun:
+    return load(PPORun, None, [*NEEDED, *flags.split()])
+
+
+def test_a_plain_run_is_fine():
+    assert violations(settings(), world_size=1) == []
+    require_valid(settings())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "rollout.temperature 0",
+        "rollout.temperature -1",
+        "rollout.top_p 0",
+        "rollout.top_p 1.1",
+        "rollout.top_k -1",
+        "rollout.max_new_tokens 0",
+        "rollout.batch_size 0",
+        "actor.optimizer.learning_rate 0",
+        "critic.optimizer.learning_rate -1e-6",
+        "actor.optimizer.beta2 1",
+        "algorithm.kl_coef -0.1",
+        "algorithm.clip_low -0.2",
+        "algorithm.gamma 1.01",
+        "algorithm.lambda -0.5",
+        "algorithm.target_kl -1",
+        "algorithm.kl_target 0",
+        "algorithm.num_minibatches 0",
+        "run.steps 0",
+    ],
+)
+def test_a_number_out_of_range_is_named_with_what_is_accepted(flag):
+    name, value = flag.split()
+    (found,) = violations(settings(f"--{flag}"))
+    head, told = found.split(" ")[:2]
+    assert head == f"{name}:" and float(told) == float(value) and "choose a value that is" in found
+
+
+def test_zero_turns_the_optional_limits_off():
+    zeros = "reward_clip value_clip target_kl kl_coef missing_eos_penalty".split()
+    assert violations(settings(" ".join(f"--algorithm.{name} 0" for name in zeros))) == []
+
+
+def test_every_range_belongs_to_a_setting():
+    assert set(RANGES) <= set(dotted_names(PPORun))
+
+
+def test_what_is_missing_is_all_told_at_once():
+    found = violations(PPORun())
+    assert [sentence.partition(":")[0] for sentence in found] == ["actor.model", "data.prompts", "reward"]
+    with pytest.raises(ConfigError) as caught:
+        require_valid(PPORun())
+    assert caught.value.violations == tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--actor.train.tp 0", "actor.train.tp: 0 is out of range; choose 1 or more"),
+        ("--actor.train.sp", "actor.train.sp: sequence parallelism needs tp > 1"),
+        ("--critic.train.vp 2", "critic.train.vp: 2 virtual stages need pp > 1"),
+        ("--actor.train.cp 2", "actor.train.cp: 2 is not supported"),
+        ("--actor.generate.tp 2 --actor.generate.sp", "actor.generate: sp and vp serve training only"),
+        ("--reward.weights 1 2", "reward.weights: 2 weights for 1 sources of reward; give 1 or none"),
+        ("--rollout.min_new_tokens 65", "rollout.min_new_tokens: 65 is more than rollout.max_new_tokens 64"),
+        ("--rollout.batch_size 2 --algorithm.num_minibatches 4", "algorithm.num_minibatches: 4 minibatches"),
+        ("--actor.optimizer.min_learning_rate 1", "actor.optimizer.min_learning_rate: 1.0 is more than learning_rate"),
+    ],
+)
+def test_what_does_not_fit_together_is_explained(flags, found):
+    assert any(sentence.startswith(found) for sentence in violations(settings(flags)))
+
+
+def test_a_layout_that_is_not_given_follows_the_documented_model():
+    chosen = settings("--actor.train.tp 2 --reward.model rm")
+    assert layouts(chosen)["critic.train"] == layouts(chosen)["reward.train"] == Layout(tp=2)
+    chosen = replace(chosen, critic=replace(chosen.critic, train=Layout(pp=2)))
+    assert layouts(chosen)["reward.train"] == Layout(pp=2)
+    assert "reward.train" not in layouts(settings())
+
+
+def test_ranks_that_hold_no_whole_copies_get_the_launch_command():
+    chosen = settings("--actor.train.tp 2 --actor.train.pp 3 --actor.generate.tp 2 --critic.train.tp 2")
+    assert ranks_needed(chosen) == 6
+    found = violations(chosen, world_size=4, command="ppo mine.yaml")
+    assert len(found) == 1 and "tp 2 * pp 3 * cp 1 = 6 ranks" in found[0] and "the 4 launched" in found[0]
+    assert "torchrun --nproc-per-node 6 -m megarlhf ppo mine.yaml" in found[0]
+    assert "--nproc-per-node 12 " in violations(chosen, world_size=8)[0]
+    assert len(violations(chosen, world_size=1)) == 3
+
+
+def test_six_prompts_of_two_samples_fit_four_ranks():
+    assert violations(settings("--rollout.batch_size 6 --rollout.samples_per_prompt 2"), world_size=4) == []
+
+
+def test_five_prompts_on_four_ranks_get_numbers_and_a_value_that_works():
+    found = violations(settings("--rollout.batch_size 5"), world_size=4)
+    assert "5 prompts" in found[0] and "4 data-parallel ranks" in found[0] and "such as 8" in found[0]
+
+
+def test_the_suggested_batch_size_always_works():
+    def with_batch(size: int, num_samples: int, num_minibatches: int) -> PPORun:
+        rollout = replace(base.rollout, batch_size=size, samples_per_prompt=num_samples)
+        return replace(base, rollout=rollout, algorithm=replace(base.algorithm, num_minibatches=num_minibatches))
+
+    base = settings()
+    for num_samples, num_minibatches, world_size in itertools.product([1, 2, 3, 4, 6], [1, 2, 3], [1, 2, 4, 6]):
+        for sentence in violations(with_batch(7, num_samples, num_minibatches), world_size):
+            suggested = int(sentence.rpartition(" ")[2])
+            assert suggested >= 7
+            assert violations(with_batch(suggested, num_samples, num_minibatches), world_size) == []
