@@ -125,6 +125,8 @@ def layout_violations(architecture: Architecture, layout: Layout, setting: str) 
         found.append(f"{setting}: pp {layout.pp} * vp {layout.vp} stages are more than {layers} layers; lower them")
     if layout.sp and tp == 1:
         found.append(f"{setting}: sp needs tp > 1; set sp to false or raise tp")
+    if layout.vp > 1:
+        found.append(f"{setting}: vp {layout.vp}: virtual pipeline stages are not built yet; set vp to 1")
     if layout.cp > 1:
         found.append(f"{setting}: cp {layout.cp}: context parallelism is not built yet; set cp to 1")
     if layout.ep > 1:

@@ -35,9 +35,7 @@ LLAMA = Family(
             Cut.GATE_UP,
             (("ffn", "hidden"), ("ffn", "hidden")),
         ),
-        Weight(
-            _LOCAL + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), Cut.COLUMNS, (("hidden", "ffn"),)
-        ),
+        Weight(_LOCAL + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), Cut.COLUMNS, (("hidden", "ffn"),)),
     ),
     final_norm=Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Cut.WHOLE, (("hidden",),)),
     output=Weight("output_layer.weight", ("lm_head.weight",), Cut.VOCABULARY, (("vocabulary", "hidden"),)),

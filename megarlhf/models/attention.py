@@ -1,0 +1,108 @@
+"""Self-attention on `scaled_dot_product_attention`: grouped queries, plain batches and packed rows.
+
+Packed rows are one stream of tokens, [N, 1, ...]: `PackedSeqParams.cu_seqlens_q` (on the host) says where rows begin.
+A row attends only to itself. Rotary positions come from outside, one per token, so nothing here depends on packing but
+the attention itself.
+"""
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class SelfAttention(MegatronSelfAttention):
+    """megatron-core's self-attention, with the one step that reads global tensor-parallel state in 0.16.1 replaced."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [S, B, heads/tp, D], key and value [S, B, max(groups/tp, 1), D] from hidden states [S, B, H]."""
+        assert key_value_states is None and not output_gate and split_qkv, "plain self-attention only"
+        return self.split(self.linear_qkv(hidden_states)[0])
+
+    def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output of `linear_qkv` [S, B, rows/tp] as query, key, value. Communicates when tp exceeds the groups.
+
+        Rows are interleaved by group: (its queries, key, value). With more tensor ranks than groups a rank holds a part
+        of a group's rows, so that all are gathered and each rank takes its group, and of it its own queries.
+        """
+        group, groups, size = self.pg_collection.tp, self.config.num_query_groups, self.hidden_size_per_attention_head
+        ranks_per_group = max(group.size() // groups, 1)
+        if ranks_per_group > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
+            mixed = mixed.chunk(groups, dim=-1)[group.rank() // ranks_per_group]
+        heads = self.config.num_attention_heads // groups
+        mixed = mixed.unflatten(-1, (-1, heads + 2, size))
+        query, key, value = mixed[:, :, :, :heads], mixed[:, :, :, heads], mixed[:, :, :, heads + 1]
+        query = query.flatten(2, 3)
+        if ranks_per_group > 1:
+            query = query.chunk(ranks_per_group, dim=2)[group.rank() % ranks_per_group]
+        return query, key, value
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """softmax(q k^T / sqrt(D)) v, causal, by torch's fused kernels; called like megatron-core's modules."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self", "causal self-attention only"
+        assert config.context_parallel_size == 1 and pg_collection is not None, f"cp {cp_comm_type} is not built"
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; heads and groups are a rank's.
+
+        With `packed_seq_params`, B is 1 and S holds rows end to end.
+        """
+        assert attention_mask is None and attention_bias is None, "the causal mask is implied"
+        assert attn_mask_type in (None, AttnMaskType.causal), attn_mask_type
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if packed_seq_params is None:
+            out = self._attend(query, key, value)
+        else:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+            out = torch.cat([self._attend(*row) for row in rows], dim=2)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, heads, S, D] of one length."""
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )

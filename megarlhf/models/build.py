@@ -1,0 +1,89 @@
+"""Building a model: this rank's share of an architecture under the layout of its process groups."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from megarlhf.config.layout import Layout
+from megarlhf.models.architecture import Architecture, require_layout
+from megarlhf.models.families import FAMILIES
+from megarlhf.models.gpt import GPT
+from megarlhf.models.names import Cut, Head, Weight, stage_weights
+from megarlhf.models.transformer_config import transformer_config
+from megarlhf.parallel.groups import Groups
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """This rank's modules of one model. What changes (weights) lives in `chunks`; the rest says what they are."""
+
+    architecture: Architecture
+    groups: Groups
+    head: Head
+    chunks: list[GPT]
+    config: TransformerConfig
+
+    def named_parameters(self) -> dict[tuple[int, str], Parameter]:
+        """Every parameter of this rank by (chunk, name in the chunk); one entry for tied weights of one stage."""
+        found = [(index, chunk.named_parameters()) for index, chunk in enumerate(self.chunks)]
+        return {(index, name): parameter for index, named in found for name, parameter in named}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights (a value head is float32 whatever this says)."""
+        return self.config.params_dtype
+
+    def output_weight(self) -> Tensor:
+        """[padded V/tp, H]: the vocabulary head's rows of this rank; on the last stage of a language model."""
+        assert self.head == "vocabulary" and self.groups.is_last_stage, "this rank holds no vocabulary head"
+        chunk = self.chunks[-1]
+        tied_here = chunk.share_embeddings_and_output_weights and chunk.pre_process
+        return chunk.embedding.word_embeddings.weight if tied_here else chunk.output_layer.weight
+
+
+def build_model(
+    architecture: Architecture, groups: Groups, *, head: Head, dtype: torch.dtype, seed: int | None = 0
+) -> Model:
+    """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
+
+    Weights are random (normal with the config's initializer_range; norms 1; value head 0), drawn from `seed` and the
+    tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded.
+    Raises LayoutError when the layout does not fit the architecture.
+    """
+    require_layout(architecture, groups.layout, "layout")
+    config = transformer_config(architecture, groups.layout, dtype)
+    model = Model(architecture, groups, head, [GPT(config, architecture, groups, head)], config)
+    if seed is not None:
+        _initialise(model, seed)
+    return model
+
+
+def _initialise(model: Model, seed: int) -> None:
+    """Each weight is keyed by its Hugging Face name, so that copies of one weight (tied, or on dp ranks) are equal."""
+    architecture, groups = model.architecture, model.groups
+    family = FAMILIES[architecture.family]
+    table = stage_weights(family, architecture, groups.layout, groups.coordinates.pp, 0, model.head)
+    numbers = {name: number for number, name in enumerate(_all_names(model))}
+    for weight in table:
+        parameter = model.named_parameters()[0, weight.local]
+        if weight.cut is Cut.WHOLE:
+            parameter.data.fill_(0.0 if weight.local == family.value_head.local else 1.0)
+            continue
+        generator = torch.Generator(parameter.device)
+        generator.manual_seed((seed * 1_000_003 + numbers[weight.hf[0]]) * 1_009 + groups.coordinates.tp)
+        parameter.data.normal_(0.0, architecture.initializer_range, generator=generator)
+        _clear_padding(parameter.data, weight, architecture, groups.coordinates.tp)
+
+
+def _clear_padding(rows: Tensor, weight: Weight, architecture: Architecture, tp_rank: int) -> None:
+    if weight.cut is Cut.VOCABULARY:
+        rows[max(architecture.vocab_size - tp_rank * rows.shape[0], 0) :].zero_()
+
+
+def _all_names(model: Model) -> list[str]:
+    """First Hugging Face name of every weight of the model, in one order on all ranks."""
+    family = FAMILIES[model.architecture.family]
+    return [weight.hf[0] for weight in stage_weights(family, model.architecture, Layout(), 0, 0, model.head)]

@@ -1,0 +1,95 @@
+"""One forward of a model chunk over packed rows, and the heads applied to its hidden states.
+
+The trunk ends in hidden states, [N, 1, H] or with sequence parallelism [N/tp, 1, H]; a head is applied only at the
+positions that are needed, on the last stage.
+"""
+
+from typing import Protocol
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+from megarlhf.models.build import Model
+from megarlhf.parallel.logprob import fused_logprob
+
+
+class Packed(Protocol):
+    """Rows end to end: what a forward needs of `records.PackedRows`, on the model's device (cu_seqlens on any)."""
+
+    input_ids: Tensor
+    """[1, N] int64."""
+    position_ids: Tensor
+    """[1, N] int64, starting again at 0 in every row."""
+    cu_seqlens: Tensor
+    """[rows + 1] int32: where rows begin, then N."""
+    max_seqlen: int
+    """Tokens of the longest row."""
+
+
+def packed_forward(chunk: torch.nn.Module, packed: Packed) -> Tensor:
+    """Communicates over the chunk's tp group. Hidden states [N, 1, H] ([N/tp, 1, H] with sp) of one chunk.
+
+    `chunk` is a GPT, or the DistributedDataParallel around one. With sp, N must be a multiple of tp (`pack_rows`).
+    Stages after the first read what `set_input_tensor` was given.
+    """
+    starts = packed.cu_seqlens.cpu()
+    # Not "thd": megatron-core would then rotate row by row. Angles are per token here (see GPT.rotary).
+    packing = PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+    return chunk(input_ids=packed.input_ids, position_ids=packed.position_ids[0], packed_seq_params=packing)
+
+
+def vocabulary_logprobs(
+    model: Model, hidden: Tensor, positions: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Communicates over tp. log softmax(logits / temperature) of `targets` [M] at `positions` [M], in nats.
+
+    hidden: as `packed_forward` returns it on the last stage. Returns (logp [M], entropy [M] or None), float32, the same
+    on every tensor rank and differentiable; padded vocabulary columns have probability 0.
+    """
+    group = model.groups.tp
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        selected = hidden[positions, 0]
+    else:
+        selected = copy_to_tensor_model_parallel_region(hidden[positions, 0], group=group)
+    return fused_logprob(
+        selected,
+        model.output_weight(),
+        targets,
+        group=group,
+        vocab_size=model.architecture.vocab_size,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+
+
+def values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
+    """Communicates over tp with sp. The value head [M] float32 at `positions` [M] of the stream; no temperature.
+
+    hidden: as `packed_forward` returns it on the last stage of a value model.
+    """
+    if model.config.sequence_parallel:
+        # Every tensor rank computes the same values, so the gradient that comes back is whole on each.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.groups.tp)
+    return model.chunks[-1].value_head(hidden[positions, 0])
+
+
+def full_logits(model: Model, hidden: Tensor) -> Tensor:
+    """Communicates over tp. All logits [N, V] of the true vocabulary: for tests and comparisons, not for training."""
+    group = model.groups.tp
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+    local = hidden[:, 0] @ model.output_weight().T
+    return gather_from_tensor_model_parallel_region(local, group=group)[:, : model.architecture.vocab_size]

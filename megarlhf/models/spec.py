@@ -1,0 +1,31 @@
+"""Which modules a transformer block is made of: megatron-core's local ones, with our attention and norm.
+
+The final norm is stated too. Left to megatron-core it would be Transformer Engine's wherever that is installed.
+"""
+
+import copy
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megarlhf.models.attention import SDPACoreAttention, SelfAttention
+from megarlhf.models.norm import RMSNorm
+
+
+def layer_spec() -> ModuleSpec:
+    """One pre-norm layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp."""
+    spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.self_attention.module = SelfAttention
+    spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return spec
+
+
+def block_spec(num_layers: int) -> TransformerBlockSubmodules:
+    """`num_layers` layers and a final norm (built on the last stage only).
+
+    The list of layers is what allows uneven stages: given one layer, megatron-core divides num_layers by pp and drops
+    what is left over.
+    """
+    return TransformerBlockSubmodules(layer_specs=[layer_spec()] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,48 @@
+"""From our architecture and layout to megatron-core's TransformerConfig: what every run needs, stated."""
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megarlhf.config.layout import Layout
+from megarlhf.models.architecture import Architecture
+
+
+def transformer_config(architecture: Architecture, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """The config of a model without dropout, without biases, with every optional fused kernel off.
+
+    Micro-batches are packed and differ in length, so pipeline stages exchange shapes (`variable_seq_lengths`), and
+    losses are divided by our own global counts, so megatron-core must not average (`calculate_per_token_loss`).
+    """
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_groups,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.sp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        # Only the dispatchers of mixtures care, but megatron-core refuses its own default with variable lengths.
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
