@@ -47,10 +47,8 @@ def test_rows_move_together_with_their_texts():
     experience = three_rows().replace(score=torch.tensor([1.0, 2.0, 3.0]))
     chosen = experience.select([2, 0])
     assert chosen.tokens.tolist() == [[4, 5, 6, 9], [1, 2, 7, 8]]
-    assert (
-        chosen.score.tolist() == [3.0, 1.0]
+    assert chosen.score.tolist() == [3.0, 1.0]
     assert chosen.row_id.tolist() == [12, 10] and chosen.group.tolist() == [1, 0]
-    )
     assert chosen.responses == ("z", "x") and chosen.metadata == ({"answer": 3}, {"answer": 1})
     assert chosen.value is None
     assert experience.select(torch.tensor([], dtype=torch.int64)).num_rows == 0

@@ -1,0 +1,281 @@
+"""Claims about credit assignment, with numbers worked out by hand or by a slow loop."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarlhf.algorithms.credit import (
+    at_last_valid,
+    gae,
+    last_valid,
+    minibatch_advantages,
+    moments,
+    ppo_credit,
+    shaped_reward,
+    token_rewards,
+    whiten,
+)
+from megarlhf.config.settings import PPO
+from tests.algorithms.batches import bools, experience_of, floats
+
+REWARD = floats([0, 0, 0, 0, 1], [0, 0, -0.5, 0, 0])
+VALUE = floats([0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 7, -7])
+MASK = bools([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])
+ADVANTAGE = floats([0.314536, 0.325744, 0.3552, 0.41, 0.5], [-0.64832, -0.706, -0.8, 0, 0])
+TARGET = floats([0.414536, 0.525744, 0.6552, 0.81, 1], [-0.14832, -0.306, -0.5, 0, 0])
+
+
+def close(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
+
+
+def test_gae_of_the_reference_batch():
+    advantage, target = gae(REWARD, VALUE, MASK, gamma=0.9, lambda_=0.8)
+    close(advantage, ADVANTAGE)
+    close(target, TARGET)
+    assert advantage.dtype == target.dtype == torch.float32
+
+
+def test_gae_never_bootstraps_from_a_masked_value():
+    advantage, target = gae(floats([0, 1, 0]), floats([0, 0, 100]), bools([1, 1, 0]), gamma=1.0, lambda_=0.95)
+    close(advantage, [[0.95, 1, 0]])
+    close(target, [[0.95, 1, 0]])
+
+
+def test_gae_steps_over_a_hole_in_the_mask():
+    advantage, target = gae(floats([0, 0, 1]), floats([0.5, 9, 0.25]), bools([1, 0, 1]), gamma=1.0, lambda_=1.0)
+    close(advantage, [[0.5, 0, 0.75]])
+    close(target, [[1, 0, 1]])
+
+
+def test_gae_ignores_sentinels_at_masked_positions():
+    nan, inf = float("nan"), float("inf")
+    advantage, target = gae(floats([nan, 0, inf]), floats([inf, 0.5, nan]), bools([0, 1, 0]), gamma=1.0, lambda_=0.95)
+    close(advantage, [[0, -0.5, 0]])
+    close(target, [[0, 0, 0]])
+
+
+numbers = st.floats(-5, 5, width=32)
+
+
+@st.composite
+def rows(draw):
+    num_rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+
+    def table(element):
+        return [draw(st.lists(element, min_size=width, max_size=width)) for _ in range(num_rows)]
+
+    return floats(*table(numbers)), floats(*table(numbers)), bools(*table(st.integers(0, 1)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows(), st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_the_sum_over_later_errors(batch, gamma, lambda_):
+    """Equation 16 taken literally: every advantage is a sum over the later valid positions of its row."""
+    reward, value, mask = batch
+    advantage, target = gae(reward, value, mask, gamma, lambda_)
+    for b in range(mask.shape[0]):
+        valid = [t for t in range(mask.shape[1]) if mask[b, t]]
+        values = [float(value[b, t]) for t in valid] + [0.0]
+        errors = [float(reward[b, t]) + gamma * values[i + 1] - values[i] for i, t in enumerate(valid)]
+        for i, t in enumerate(valid):
+            expected = sum((gamma * lambda_) ** k * error for k, error in enumerate(errors[i:]))
+            assert abs(float(advantage[b, t]) - expected) < 1e-4
+            assert abs(float(target[b, t]) - expected - values[i]) < 1e-4
+    assert not advantage[~mask].any() and not target[~mask].any()
+
+
+def test_the_last_valid_position_is_found_for_both_padding_sides():
+    values = floats([0.1, 0.2, 0.3, 0.4, 0.5]).repeat(3, 1)
+    mask = bools([1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0])
+    assert last_valid(mask).tolist() == [2, 4, -1]
+    close(at_last_valid(values, mask), [0.3, 0.5, 0])
+
+
+def test_the_score_lands_on_the_last_sampled_token():
+    kl = floats([0.1, 0.2, -0.1, 0, 0.3], [0.5, 0.1, 9, 9, 9])
+    mask = bools([1, 1, 1, 1, 1], [1, 1, 0, 0, 0])
+    found = token_rewards(kl, torch.tensor([0.8, -0.5]), mask, kl_coef=0.1)
+    close(found, [[-0.01, -0.02, 0.01, 0, 0.77], [-0.05, -0.51, 0, 0, 0]])
+    without_kl = token_rewards(kl, torch.tensor([0.8, -0.5]), mask, kl_coef=0.0)
+    close(without_kl.sum(dim=1), [0.8, -0.5])
+
+
+def test_an_empty_response_is_paid_nowhere():
+    assert token_rewards(floats([1, 1, 1]), torch.tensor([10.0]), bools([0, 0, 0]), 0.1).tolist() == [[0, 0, 0]]
+
+
+def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
+    mask = bools([0, 0, 0], [1, 1, 0])
+    empty_row = experience_of(mask, score=torch.tensor([10.0, 1.0]))
+    both, metrics = ppo_credit(empty_row, PPO(), 0.05)
+    alone, alone_metrics = ppo_credit(empty_row.select([1]), PPO(), 0.05)
+    assert torch.equal(both.advantage[1:], alone.advantage) and not both.advantage[0].any()
+    assert metrics["objective/scores"] == 5.5
+    assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"] == 1.0
+    _, nothing = ppo_credit(empty_row.select([0]), PPO(), 0.05)
+    assert nothing == {"objective/scores": 10.0, "val/num_eos_tokens": 1.0}
+
+
+def test_scores_of_any_type_are_shaped_in_float32():
+    finished = torch.ones(4, dtype=torch.bool)
+    for score in (torch.tensor([1, 0, 1, 0]), torch.tensor([True, False, True, False])):
+        reward = shaped_reward(score, finished, PPO())
+        assert reward.dtype == torch.float32 and reward.tolist() == [1, 0, 1, 0]
+    close_scores = torch.tensor([1, 1, 1, 1.0078125], dtype=torch.bfloat16)
+    reward = shaped_reward(close_scores, finished, PPO())
+    close(whiten(reward[None], finished[None]), [[-0.5, -0.5, -0.5, 1.5]], 1e-3)
+
+
+def test_scores_are_clipped_before_the_missing_end_is_punished():
+    settings_ = PPO(reward_clip=2.0, missing_eos_penalty=1.5)
+    finished = torch.tensor([True, False, False, True])
+    found = shaped_reward(torch.tensor([5.0, 5.0, -1.0, -9.0]), finished, settings_)
+    assert found.tolist() == [2.0, 0.5, -2.5, -2.0]
+
+
+def test_whitening_sees_valid_tokens_only_and_uses_the_unbiased_variance():
+    found = moments(ADVANTAGE, MASK)
+    assert abs(found.mean + 0.031105) < 1e-6 and abs(found.variance - 0.328618) < 1e-6
+    expected = [[0.602947, 0.6225, 0.673884, 0.769479, 0.926478], [-1.076691, -1.17731, -1.341287, 0, 0]]
+    close(whiten(ADVANTAGE, MASK), expected)
+    noisy = torch.where(MASK, ADVANTAGE, 1e6)
+    assert torch.equal(whiten(noisy, MASK), whiten(ADVANTAGE, MASK))
+
+
+def test_rewards_keep_their_mean_when_scaled():
+    values = floats([1, 2, 6, 9], [3, 0, 0, 0])
+    mask = bools([1, 1, 1, 0], [1, 0, 0, 0])
+    found = whiten(values, mask, keep_mean=True)[mask]
+    assert abs(float(found.mean()) - 3.0) < 1e-6 and abs(float(found.var()) - 1.0) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.1, 0.95, 1e4])
+def test_equal_values_whiten_to_exactly_0(value, dtype):
+    for count in (1, 4, 7, 8, 1000):
+        values = torch.full((1, count), value).to(dtype)
+        assert not whiten(values, torch.ones(1, count, dtype=torch.bool)).any()
+
+
+def test_whitening_nothing_is_0():
+    assert whiten(floats([1, 2]), bools([0, 0])).tolist() == [[0, 0]]
+
+
+def random_batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = bools([0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0])
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return experience_of(
+        mask,
+        logp_start=noise(4, 6),
+        logp_rollout=noise(4, 6),
+        logp_reference=noise(4, 6),
+        value=noise(4, 6),
+        score=noise(4),
+        finished=torch.tensor([True, False, True, True]),
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_ppo_credit_equals_a_slow_loop(estimator):
+    batch = random_batch()
+    settings_ = PPO(
+        kl_estimator=estimator,
+        gamma=0.99,
+        lambda_=0.9,
+        missing_eos_penalty=0.5,
+        reward_clip=1.0,
+        whiten_advantages="none",
+    )
+    filled, metrics = ppo_credit(batch, settings_, kl_coef=0.3)
+    kl_sums, returns, gap = [], [], 0.0
+    for b in range(4):
+        valid = [t for t in range(6) if batch.mask[b, t]]
+        d = [float(batch.logp_start[b, t] - batch.logp_reference[b, t]) for t in valid]
+        formula = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: 2.718281828459045**-x - 1 + x}
+        kl = [formula[estimator](x) for x in d]
+        gap = max([gap, *[abs(float(batch.logp_rollout[b, t] - batch.logp_start[b, t])) for t in valid]])
+        reward = min(max(float(batch.score[b]), -1.0), 1.0) - (0.0 if batch.finished[b] else 0.5)
+        paid = [-0.3 * x for x in kl]
+        paid[-1] += reward
+        following, next_value = 0.0, 0.0
+        for i in reversed(range(len(valid))):
+            value = float(batch.value[b, valid[i]])
+            following = paid[i] + 0.99 * next_value - value + 0.99 * 0.9 * following
+            next_value = value
+            assert abs(float(filled.advantage[b, valid[i]]) - following) < 1e-5
+            assert abs(float(filled.target[b, valid[i]]) - following - value) < 1e-5
+        kl_sums.append(sum(kl))
+        returns.append(sum(paid))
+    assert abs(metrics["objective/kl"] - sum(kl_sums) / 4) < 1e-5
+    assert abs(metrics["objective/non_score_reward"] + 0.3 * sum(kl_sums) / 4) < 1e-5
+    assert abs(metrics["objective/rlhf_reward"] - sum(returns) / 4) < 1e-5
+    assert abs(metrics["objective/scores"] - float(batch.score.mean())) < 1e-6
+    assert abs(metrics["rollout/logp_gap_max"] - gap) < 1e-6
+    assert metrics["val/num_eos_tokens"] == 3.0
+
+
+def test_targets_do_not_change_when_advantages_are_whitened():
+    batch = random_batch()
+    raw, _ = ppo_credit(batch, PPO(whiten_advantages="none"), 0.05)
+    white, _ = ppo_credit(batch, PPO(whiten_advantages="batch"), 0.05)
+    assert torch.equal(raw.target, white.target)
+    assert torch.equal(white.advantage, whiten(raw.advantage, batch.mask))
+    close(raw.target, torch.where(batch.mask, raw.advantage + batch.value, 0.0), 1e-6)
+
+
+def test_minibatch_whitening_uses_the_minibatch_alone():
+    settings_ = PPO(whiten_advantages="minibatch")
+    filled, _ = ppo_credit(random_batch(), settings_, 0.05)
+    part = minibatch_advantages(filled.select([1, 3]), settings_)
+    valid = part.advantage[part.mask]
+    assert abs(float(valid.mean())) < 1e-6 and abs(float(valid.var()) - 1.0) < 1e-5
+    for kind in ("batch", "none"):
+        assert minibatch_advantages(filled, PPO(whiten_advantages=kind)) is filled
+
+
+def test_reward_whitening_scales_what_gae_sees_and_not_what_is_reported():
+    batch = random_batch()
+    plain, reported = ppo_credit(batch, PPO(), 0.05)
+    scaled, again = ppo_credit(batch, PPO(whiten_rewards=True), 0.05)
+    assert reported == again and torch.equal(plain.reward, scaled.reward)
+    close(scaled.token_reward, whiten(plain.token_reward, batch.mask, keep_mean=True))
+
+
+def test_credit_follows_its_rows_in_any_order():
+    batch = random_batch()
+    order = [2, 0, 3, 1]
+    filled, metrics = ppo_credit(batch, PPO(), 0.05)
+    permuted, permuted_metrics = ppo_credit(batch.select(order), PPO(), 0.05)
+    close(permuted.advantage, filled.select(order).advantage, 1e-6)
+    assert metrics.keys() == permuted_metrics.keys()
+
+
+def test_the_penalty_lowers_the_reward_where_the_policy_is_likelier_than_the_reference():
+    batch = experience_of(bools([1, 1]), logp_start=floats([-1.0, -1.0]), logp_reference=floats([-2.0, -0.5]))
+    filled, _ = ppo_credit(batch, PPO(), 0.1)
+    close(filled.token_reward, [[-0.1, 0.05]])
+
+
+def test_what_lies_behind_the_mask_changes_nothing():
+    """Sentinels such as log-prob 1 at padding, or NaN, reach neither advantages nor metrics."""
+    batch = random_batch()
+    clean, clean_metrics = ppo_credit(batch, PPO(), 0.05)
+    for sentinel in (1.0, float("nan"), -1e9):
+        names = ("logp_start", "logp_rollout", "logp_reference", "value")
+        dirty = {name: torch.where(batch.mask, batch.__dict__[name], sentinel) for name in names}
+        filled, metrics = ppo_credit(dataclasses.replace(batch, **dirty), PPO(), 0.05)
+        assert metrics == clean_metrics
+        assert torch.equal(filled.advantage, clean.advantage) and torch.equal(filled.target, clean.target)
+
+
+def test_credit_asks_for_the_stages_it_needs():
+    with pytest.raises(AssertionError, match="value .filled by the critic"):
+        ppo_credit(random_batch().replace(value=None), PPO(), 0.05)

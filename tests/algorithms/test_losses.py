@@ -1,0 +1,184 @@
+"""Claims about the losses: values by hand, gradients by closed form and finite differences, any split the same."""
+
+import pytest
+import torch
+
+from megarlhf.algorithms.losses import clipped_policy_loss, clipped_value_loss
+from megarlhf.config.settings import PPO
+from megarlhf.records import Experience, TokenBatch, merge_metrics, metric_results
+from tests.algorithms.batches import bools, experience_of, floats
+
+LOGP = floats([-1, -1, -2, -0.5, -1], [-1, -3, -1, 0, 0])
+OLD = floats([-1, -1.5, -1.5, -0.5, -2], [-1.2, -1, -1, 0, 0])
+ADVANTAGE = floats([1, 1, -1, 0.5, -1], [2, -1, 0, 9, 9])
+MASK = bools([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])
+
+
+def policy_batch(mask=MASK, old=OLD, advantage=ADVANTAGE) -> Experience:
+    return experience_of(mask, logp_start=old, advantage=advantage)
+
+
+def test_clipped_policy_loss_of_the_reference_batch():
+    batch = policy_batch()
+    tokens = TokenBatch.from_experience(batch)
+    loss, metrics = clipped_policy_loss(LOGP[MASK], tokens, PPO(), batch.num_tokens)
+    results = metric_results(metrics)
+    assert abs(float(loss) + 0.097715) < 1e-6 and abs(results["loss/policy_avg"] + 0.097715) < 1e-6
+    assert results["policy/clipfrac_avg"] == 0.5
+    difference = (LOGP - OLD)[MASK]
+    assert abs(results["policy/approxkl_avg"] - float((difference**2).mean() / 2)) < 1e-6
+    assert abs(results["val/ratio"] - float(difference.exp().mean())) < 1e-6
+
+
+def test_each_token_of_the_reference_batch():
+    expected = [-1, -1.2, 0.8, -0.5, 2.718282, -2.4, 0.8, 0]
+    for i, wanted in enumerate(expected):
+        only = torch.zeros(8)
+        only[i] = ADVANTAGE[MASK][i]
+        batch = policy_batch(bools([1] * 8), OLD[MASK][None], only[None])
+        loss, _ = clipped_policy_loss(LOGP[MASK], TokenBatch.from_experience(batch), PPO(), 1.0)
+        assert abs(float(loss) - wanted) < 1e-5
+
+
+def test_policy_gradient_is_minus_a_r_where_it_is_not_clipped_and_0_where_it_is():
+    logp = LOGP[MASK].clone().requires_grad_()
+    loss, _ = clipped_policy_loss(logp, TokenBatch.from_experience(policy_batch()), PPO(), 1.0)
+    loss.backward()
+    ratio = (LOGP - OLD)[MASK].exp()
+    clipped = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0]).bool()
+    torch.testing.assert_close(logp.grad, torch.where(clipped, 0.0, -ADVANTAGE[MASK] * ratio))
+
+
+def test_low_and_high_clip_are_separate():
+    tokens = TokenBatch.from_experience(policy_batch(bools([1, 1]), floats([0, 0]), floats([1, -1])))
+    logp = torch.tensor([2.0, 0.25]).log()
+    for settings, expected in (
+        (PPO(clip_low=0.2, clip_high=0.5), [-1.5, 0.8]),
+        (PPO(clip_low=0.5, clip_high=0.2), [-1.2, 0.5]),
+    ):
+        loss, _ = clipped_policy_loss(logp, tokens, settings, 1.0)
+        assert abs(float(loss) - sum(expected)) < 1e-6
+
+
+def test_before_any_update_the_ratio_is_1_and_nothing_is_clipped():
+    batch = policy_batch()
+    loss, metrics = clipped_policy_loss(OLD[MASK], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)
+    results = metric_results(metrics)
+    assert results["val/ratio"] == 1.0 and results["policy/clipfrac_avg"] == results["policy/approxkl_avg"] == 0.0
+    assert abs(float(loss) + float(ADVANTAGE[MASK].mean())) < 1e-6
+
+
+def finite_difference(function, point, step=1e-3):
+    """Central differences, in float64 outside the function."""
+    slopes = []
+    for i in range(len(point)):
+        shift = torch.zeros_like(point)
+        shift[i] = step
+        slopes.append((float(function(point + shift)) - float(function(point - shift))) / (2 * step))
+    return torch.tensor(slopes)
+
+
+def random_tokens(seed) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    names = ("logp_old", "advantage", "value", "target")
+    noise = {name: torch.randn(6, generator=generator) for name in names}
+    return TokenBatch(row=torch.zeros(6, dtype=torch.int64), num_rows=1, **noise)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("loss", [clipped_policy_loss, clipped_value_loss])
+def test_gradients_equal_finite_differences(loss, seed):
+    tokens = random_tokens(seed)
+    point = torch.randn(6, generator=torch.Generator().manual_seed(seed + 100)) * 0.3
+    point = (tokens.logp_old if loss is clipped_policy_loss else tokens.value) + point
+    variable = point.clone().requires_grad_()
+    loss(variable, tokens, PPO(), 3.0)[0].backward()
+    slopes = finite_difference(lambda x: loss(x, tokens, PPO(), 3.0)[0], point)
+    torch.testing.assert_close(variable.grad, slopes, rtol=2e-2, atol=2e-3)
+
+
+def test_value_clipping_uses_the_value_at_rollout():
+    tokens = TokenBatch.from_experience(experience_of(bools([1]), value=floats([5]), target=floats([10])))
+    loss, metrics = clipped_value_loss(torch.tensor([1.0]), tokens, PPO(value_clip=0.2), 1.0)
+    assert float(loss) == 40.5 and metric_results(metrics)["val/clipfrac_avg"] == 0.0
+    clipped, metrics = clipped_value_loss(torch.tensor([9.0]), tokens, PPO(value_clip=0.2), 1.0)
+    assert abs(float(clipped) - 0.5 * 4.8**2) < 1e-5 and metric_results(metrics)["val/clipfrac_avg"] == 1.0
+
+
+def test_without_value_clipping_it_is_half_the_squared_error():
+    tokens = TokenBatch.from_experience(experience_of(bools([1, 1]), value=floats([5, 0]), target=floats([10, 1])))
+    value = torch.tensor([9.0, 4.0], requires_grad=True)
+    loss, metrics = clipped_value_loss(value, tokens, PPO(value_clip=0.0), 2.0)
+    loss.backward()
+    assert float(loss.detach()) == 2.5 and value.grad.tolist() == [-0.5, 1.5]
+    assert metric_results(metrics) == {"loss/value_avg": 2.5}
+
+
+def test_prompt_and_tool_tokens_get_exactly_no_gradient():
+    """Prompt 3, response 2, tool output 2, response 1, over logits [1, T, V]."""
+    mask = bools([0, 0, 1, 1, 0, 0, 1])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 7, 11, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (1, 7, 1), generator=generator)
+    logp = logits.log_softmax(-1).gather(2, targets)[..., 0]
+    batch = policy_batch(mask, logp.detach(), torch.randn(1, 7, generator=generator))
+    clipped_policy_loss(logp[mask], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)[0].backward()
+    assert not logits.grad[~mask].any() and logits.grad[mask].any(dim=-1).all()
+
+
+def test_padding_sentinels_reach_no_statistic():
+    batch = policy_batch(bools([1, 1, 0, 0]), floats([-1, -2, 1, 1]), floats([1, 1, 9, 9]))
+    tokens = TokenBatch.from_experience(batch)
+    assert float(-tokens.logp_old.mean()) == 1.5
+
+
+def token_losses(rows) -> Experience:
+    """Rows whose tokens have the given policy losses while the ratio is 1."""
+    width = max(len(row) for row in rows)
+    mask = bools(*[[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    advantage = floats(*[[-value for value in row] + [0.0] * (width - len(row)) for row in rows])
+    return policy_batch(mask, torch.zeros(mask.shape), advantage)
+
+
+@pytest.mark.parametrize(
+    "split", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]], [[3, 0], [1], [2]], [[1, 3], [0, 2]]]
+)
+def test_the_token_mean_does_not_depend_on_the_split(split):
+    """A model of one parameter: logp = parameter everywhere, so the gradient is the loss."""
+    batch = token_losses([[4], [1, 1, 1], [2, 2], [0, 0, 0, 0]])
+    parameter = torch.zeros((), requires_grad=True)
+    total, parts = 0.0, []
+    for rows in split:
+        tokens = TokenBatch.from_experience(batch.select(rows))
+        loss, metrics = clipped_policy_loss(parameter.expand(tokens.num_tokens), tokens, PPO(), batch.num_tokens)
+        loss.backward()
+        total += float(loss)
+        parts.append(metrics)
+    assert abs(total - 1.1) < 1e-6 and abs(float(parameter.grad) - 1.1) < 1e-6
+    assert abs(metric_results(merge_metrics(parts))["loss/policy_avg"] - 1.1) < 1e-6
+
+
+def test_the_denominator_honours_the_mask_that_the_numerator_honours():
+    batch = token_losses([[1.0] * 5] * 6)
+    assert batch.num_tokens == 30
+    dropped = batch.replace(mask=batch.mask & (torch.arange(6) != 4)[:, None])
+    tokens = TokenBatch.from_experience(dropped)
+    assert dropped.num_tokens == 25
+    assert float(clipped_policy_loss(torch.zeros(25), tokens, PPO(), dropped.num_tokens)[0]) == 1.0
+
+
+@pytest.mark.parametrize("loss", [clipped_policy_loss, clipped_value_loss])
+def test_an_all_masked_minibatch_has_no_loss_and_no_gradient(loss):
+    batch = experience_of(bools([0, 0]), advantage=floats([1, 1]), target=floats([1, 1]))
+    weight = torch.ones(2, requires_grad=True)
+    value, metrics = loss(weight[batch.mask[0]], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)
+    value.backward()
+    assert float(value) == 0.0 and weight.grad.tolist() == [0, 0] and metric_results(metrics) == {}
+
+
+def test_wrong_lengths_and_halves_are_refused():
+    tokens = random_tokens(0)
+    with pytest.raises(AssertionError, match=r"\[5\] values for \[6\] valid tokens"):
+        clipped_policy_loss(torch.zeros(5), tokens, PPO(), 1.0)
+    with pytest.raises(AssertionError, match="float32, not torch.bfloat16"):
+        clipped_value_loss(torch.zeros(6, dtype=torch.bfloat16), tokens, PPO(), 1.0)
