@@ -1,4 +1,4 @@
-"""Integer boxes: which block of a tensor, as a half-open interval per dimension. Everything about weights is said in these.
+"""Integer boxes: which block of a tensor, as a half-open interval per dimension. All about weights is said so.
 
 No torch here: boxes are tuples of ints, so that a plan for thousands of ranks costs no tensors.
 """

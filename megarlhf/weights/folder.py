@@ -1,6 +1,6 @@
 """A folder of safetensors files, read by slices. Index and shards must agree exactly; pickled weights are refused.
 
-Opening reads headers only. A slice is copied out of the file mapping, so nothing stays in memory but what was asked for.
+Opening reads headers only. A slice is copied out of the file mapping, so only what was asked for stays in memory.
 """
 
 import json
@@ -73,7 +73,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path}: not an index of safetensors files ({problem!r}); download it again") from problem
+        raise CheckpointError(f"{path}: not an index of safetensors ({problem!r}); download it again") from problem
     if not listed or not all(isinstance(file, str) for file in listed.values()):
         raise CheckpointError(f"{path}: weight_map lists no files; download the folder again")
     return listed
@@ -89,8 +89,8 @@ def _nothing_to_read(path: Path) -> str:
         )
     if pickled:
         return (
-            f"{path}: has only pickled weights ({_some(pickled)}), which can run code when read; convert them where you "
-            "trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
+            f"{path}: has only pickled weights ({_some(pickled)}), which can run code when read; convert them where "
+            "you trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
         )
     return f"{path}: no {SINGLE_NAME} and no {INDEX_NAME}; give the folder of a Hugging Face model with its weights"
 
@@ -123,7 +123,7 @@ def _require_agreement(index: Path, listed: dict[str, str], held: dict[str, set[
         if extra:
             problems.append(f"{index.parent / file}: holds {_some(extra)}, not listed for it in {INDEX_NAME}")
     if problems:
-        raise CheckpointError("\n".join([*problems, "index and files are of two models or versions; download them again"]))
+        raise CheckpointError("\n".join([*problems, "index and files are of two versions; download them again"]))
 
 
 def _some(names: list[str]) -> str:

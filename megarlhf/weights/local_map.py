@@ -1,6 +1,6 @@
-"""Which elements of which Hugging Face tensors a rank holds, and where: the one question behind load, export and reshard.
+"""Which elements of which Hugging Face tensors a rank holds, and where: the question behind load, export, reshard.
 
-A pure function of (architecture, layout, the rank's coordinates, head); the names and cuts come from the family's table.
+A pure function of (architecture, layout, the rank's coordinates, head); names and cuts come from the family's table.
 """
 
 from megarlhf.config.layout import Layout
@@ -43,7 +43,8 @@ def _cut(weight: Weight, architecture: Architecture, tp: int, rank: int) -> Loca
     if weight.cut is Cut.VOCABULARY:
         return _vocabulary(weight, tp, rank)
     if weight.cut is Cut.GATE_UP:
-        return _stack([(name, _rows_share(shape, tp, rank)) for name, shape in zip(weight.hf, weight.shapes, strict=True)])
+        halves = zip(weight.hf, weight.shapes, strict=True)
+        return _stack([(name, _rows_share(shape, tp, rank)) for name, shape in halves])
     assert weight.cut is Cut.GROUPED_QKV, f"{weight.local}: no rule for {weight.cut}"
     return _rows_of(_grouped_qkv(weight, architecture), tp, rank)
 
@@ -73,7 +74,7 @@ def _stack(blocks: list[tuple[str, Box]]) -> LocalTensor:
 
 
 def _vocabulary(weight: Weight, tp: int, rank: int) -> LocalTensor:
-    """A rank's rows of a table whose row count is rounded up to a multiple of tp. Rows past the true end are padding."""
+    """A rank's rows of a table whose row count is rounded up to a multiple of tp: rows past the end are padding."""
     rows, columns = weight.shapes[0]
     share = -(-rows // tp)
     start, stop = min(rank * share, rows), min((rank + 1) * share, rows)
@@ -95,7 +96,7 @@ def _grouped_qkv(weight: Weight, architecture: Architecture) -> LocalTensor:
 
 
 def _rows_of(tensor: LocalTensor, tp: int, rank: int) -> LocalTensor:
-    """Contiguous rows of an assembled matrix. With more tensor ranks than groups a rank may hold no key or value row."""
+    """Contiguous rows of an assembled matrix. With more tensor ranks than groups, some hold no key or value row."""
     window = _rows_share(tensor.shape, tp, rank)
     local = whole((tensor.shape[0] // tp, *tensor.shape[1:]))
     pieces = []

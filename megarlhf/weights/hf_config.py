@@ -1,0 +1,56 @@
+"""The files around the weights of an exported folder: config.json for transformers 4 and 5, and copied companions."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.names import Head
+
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model",
+    "generation_config.json", "chat_template*", "additional_chat_templates", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Copied byte for byte when the source folder has them."""
+_ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def exported_config(source: Path, architecture: Architecture, head: Head, dtype: str) -> dict[str, Any]:
+    """config.json of an export: the source's, with rope, dtype and head in both spellings that readers look for.
+
+    transformers 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 `rope_parameters` and `dtype`;
+    a reader that finds the other's spelling only falls back to defaults without a word.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    rope = architecture.rope.as_dict()
+    scaling = None if architecture.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    config |= {"rope_theta": architecture.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
+    config |= {"torch_dtype": dtype, "dtype": dtype, "head_dim": architecture.head_dim}
+    config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
+    labels = ("num_labels", "id2label", "label2id")
+    config = {key: value for key, value in config.items() if key not in labels}
+    if head == "vocabulary":
+        return config | {"architectures": ["LlamaForCausalLM"]}
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": _pad(source, config)}
+    return config | _ONE_LABEL | classifier
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, generation settings, chat templates and licence, byte for byte."""
+    for pattern in COMPANIONS:
+        for file in sorted(source.glob(pattern)):
+            if file.is_dir():
+                shutil.copytree(file, target / file.name)
+            else:
+                shutil.copyfile(file, target / file.name)
+
+
+def _pad(source: Path, config: dict[str, Any]) -> int | None:
+    """By this id a reader finds a row's last token: config.json's, else the generation settings', else the end token."""
+    generation = source / "generation_config.json"
+    settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    for found in (config.get("pad_token_id"), settings.get("pad_token_id"), config.get("eos_token_id")):
+        if found is not None:
+            return found[0] if isinstance(found, list) else found
+    return None
