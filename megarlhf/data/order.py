@@ -12,8 +12,8 @@ from megarlhf.errors import DataError
 class PromptOrder:
     """Batches of prompt numbers. Epochs follow each other without a gap: a batch may end one and begin the next.
 
-    Every prompt is used once an epoch. So fewer prompts than `batch_size` are used several times in a batch, and a batch
-    across the end of an epoch may hold a prompt twice (`occurrences` tells the uses apart).
+    Every prompt is used once an epoch. So fewer prompts than `batch_size` are used several times in a batch, and a
+    batch across the end of an epoch may hold a prompt twice (`occurrences` tells the uses apart).
     """
 
     num_prompts: int

@@ -162,15 +162,15 @@ def _shorten(prompt: Prompt, tokenizer: Tokenizer, settings: Data) -> Prompt | N
         )
     if "messages" in prompt.metadata:
         raise DataError(
-            f"the chat has {length} tokens, more than data.max_prompt_tokens {limit}, and cutting it "
-            f"(data.too_long {settings.too_long}) would break its template; raise the limit or set data.too_long to drop"
+            f"the chat has {length} tokens, more than data.max_prompt_tokens {limit}, and cutting it (data.too_long "
+            f"{settings.too_long}) would break its template; raise the limit or set data.too_long to drop"
         )
     kept = _cut(prompt.token_ids, limit, settings.too_long, tokenizer.bos_id)
     return Prompt(row_id=prompt.row_id, token_ids=kept, text=tokenizer.decode(kept), metadata=prompt.metadata)
 
 
 def _cut(token_ids: tuple[int, ...], limit: int, side: str, bos_id: int | None) -> tuple[int, ...]:
-    """`limit` ids of the prompt: its start (truncate_right), or its end after the beginning-of-sequence token if any."""
+    """`limit` ids of the prompt: its start (truncate_right), or its end after the begin-of-sequence token, if any."""
     if side == "truncate_right":
         return token_ids[:limit]
     num_first = int(bos_id is not None and token_ids[0] == bos_id and limit > 1)

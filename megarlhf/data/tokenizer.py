@@ -53,7 +53,7 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _render(self, messages: Sequence[Message], tokenize: bool):
+    def _render(self, messages: Sequence[Message], tokenize: bool) -> list[int] | str:
         check_messages(messages)
         if not self._hf.chat_template:
             raise DataError(
@@ -75,8 +75,8 @@ class Tokenizer:
             pieces = self._hf(text, add_special_tokens=False).input_ids
             if len(pieces) != 1:
                 raise ConfigError(
-                    f"rollout.stop_tokens: {text!r} is {len(pieces)} tokens in the tokenizer of {self.folder} ({pieces}); "
-                    "give texts that are one token, such as <|im_end|>"
+                    f"rollout.stop_tokens: {text!r} is {len(pieces)} tokens ({pieces}) in the tokenizer of "
+                    f"{self.folder}; give texts that are one token, such as <|im_end|>"
                 )
             ids += pieces
         return tuple(sorted(set(ids)))
@@ -134,17 +134,32 @@ def _load(folder: Path):
             "copy the tokenizer files of the original model into it"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        settings = {"add_bos_token": True} if _is_bare_llama(folder) else {}
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True, **settings)
     except Exception as error:  # transformers raises half a dozen kinds for a broken folder
         raise CheckpointError(f"the tokenizer in {folder.absolute()} cannot be loaded: {error}") from error
+
+
+def _is_bare_llama(folder: Path) -> bool:
+    """Whether this is a Llama sentencepiece model that does not say if texts begin with <s>.
+
+    They do, by the model's definition and in transformers 4; transformers 5 leaves <s> out unless told.
+    """
+    if (folder / "tokenizer.json").exists() or not (folder / "tokenizer.model").exists():
+        return False
+    settings = _read_json(folder / "tokenizer_config.json")
+    kind = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("model_type", "")
+    return "add_bos_token" not in settings and kind.lower().startswith(("llama", "mistral"))
 
 
 def _model_end_ids(folder: Path) -> list[int]:
     """Ids that end a text by generation_config.json, else by config.json: what transformers' generate stops at."""
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.exists():
-            end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if end is not None:
-                return list(end) if isinstance(end, list) else [end]
+        end = _read_json(folder / name).get("eos_token_id")
+        if end is not None:
+            return list(end) if isinstance(end, list) else [end]
     return []
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -10,7 +10,8 @@ from megarlhf.errors import RewardError
 def sentiment(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
     """VADER's compound sentiment of each response, from -1 (negative) to 1 (positive); 0 for an empty one.
 
-    Source: Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
+    Source: Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media
+    Text".
     """
     analyzer = _sentiment_analyzer()
     return [analyzer.polarity_scores(response)["compound"] for response in responses]
@@ -39,7 +40,7 @@ def exact_match(prompts: Sequence[str], responses: Sequence[str], metadata: Sequ
 
 
 def pattern(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
-    """1 where the whole response matches the row's regular expression `pattern` (a dot matches newlines too); else 0."""
+    """1 where the row's regular expression `pattern` matches the whole response (dots match newlines); else 0."""
     patterns = _column("pattern", "pattern", metadata)
     pairs = zip(responses, patterns, strict=True)
     return [float(re.fullmatch(expression, response, re.DOTALL) is not None) for response, expression in pairs]

@@ -87,7 +87,7 @@ def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, time
     def run() -> None:
         try:
             outcome["result"] = function(*arguments)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: it would end this thread only, without a word
             outcome["error"] = error
 
     thread = threading.Thread(target=run, name=f"reward {name}", daemon=True)
@@ -99,7 +99,9 @@ def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, time
             "make it faster or raise the limit"
         )
     error = outcome.get("error")
-    if isinstance(error, Exception):
+    if isinstance(error, RewardError):
+        raise error
+    if isinstance(error, BaseException):
         text = "".join(traceback.format_exception(error)).rstrip()
         raise RewardError(f"reward function {name} raised {type(error).__name__} ({_samples(ids)}):\n{text}") from error
     return outcome["result"]
@@ -108,13 +110,15 @@ def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, time
 def _checked(name: str, ids: list, result: object) -> torch.Tensor:
     """The result as [B] float32; half-precision tensors, booleans and whole numbers are promoted."""
     if isinstance(result, dict):
-        raise RewardError(f"reward function {name} returned a dict with keys {sorted(result)}; return a list of numbers")
+        raise RewardError(
+            f"reward function {name} returned a dict with keys {sorted(result)}; return a list of numbers"
+        )
     values = result.tolist() if hasattr(result, "tolist") else result  # tensors and arrays, from whatever device
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward function {name} returned {_described(result)}; return a list of {len(ids)} numbers")
     if len(values) != len(ids):
         raise RewardError(
-            f"reward function {name} returned {len(values)} values for {len(ids)} responses; return one for each, in order"
+            f"reward function {name} returned {len(values)} values for {len(ids)} responses; return one for each"
         )
     return torch.tensor([_number(name, ids[i], value) for i, value in enumerate(values)], dtype=torch.float32)
 
@@ -124,7 +128,7 @@ def _number(name: str, sample_id: object, value: object) -> float:
         value = value.tolist()
     if not isinstance(value, int | float):
         raise RewardError(
-            f"reward function {name} returned {_described(value)} for sample {sample_id!r}; return one number per response"
+            f"reward function {name} returned {_described(value)} for sample {sample_id!r}; return a number"
         )
     number = float(value)
     if number != number or number in (float("inf"), float("-inf")):
