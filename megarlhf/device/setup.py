@@ -24,6 +24,8 @@ def prepare() -> None:
         return
     import transformers  # noqa: F401  (its import evaluates annotations such as torch.cuda.Stream | None)
 
+    # Megatron's order of communication and computation under sequence parallelism relies on it; read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     else:
@@ -34,7 +36,7 @@ def prepare() -> None:
         cpu.apply()
     from megarlhf.device import megatron
 
-    megatron.mend()
+    megatron.quieten()
     _prepared.append(True)
 
 
