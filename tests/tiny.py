@@ -156,5 +156,9 @@ def _tokenizer_json(tokens: list[str], specials: list[str]) -> dict:
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
         "post_processor": None,
         "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": dict(zip(tokens, range(len(tokens)))), "unk_token": UNKNOWN},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "unk_token": UNKNOWN,
+        },
     }

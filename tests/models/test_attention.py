@@ -1,0 +1,64 @@
+import math
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarlhf.models.spec import layer_spec
+
+QUERIES, GROUPS, SIZE = 6, 2, 5
+
+
+def slow_attention(query, key, value):
+    """[S, heads, D], position by position and head by head, in float64."""
+    query, key, value = query.double(), key.double(), value.double()
+    out = torch.zeros(query.shape[0], QUERIES, SIZE, dtype=torch.float64)
+    for position in range(query.shape[0]):
+        for head in range(QUERIES):
+            group = head // (QUERIES // GROUPS)
+            scores = [query[position, head] @ key[t, group] / math.sqrt(SIZE) for t in range(position + 1)]
+            weights = torch.stack(scores).softmax(0)
+            out[position, head] = sum(w * value[t, group] for t, w in enumerate(weights))
+    return out.flatten(1)
+
+
+@pytest.fixture
+def core():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarlhf.config.layout import Layout
+    from megarlhf.models.architecture import Architecture
+    from megarlhf.models.attention import SDPACoreAttention
+    from megarlhf.models.transformer_config import transformer_config
+    from tests import tiny
+
+    config = transformer_config(Architecture.from_hf(tiny.tiny_config()), Layout(), torch.float32)
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=object())
+
+
+def test_attention_equals_a_slow_loop_on_every_row_of_a_batch(core):
+    torch.manual_seed(0)
+    query = torch.randn(7, 2, QUERIES, SIZE)
+    key, value = torch.randn(2, 7, 2, GROUPS, SIZE)
+    found = core(query, key, value, None)
+    for row in range(2):
+        expected = slow_attention(query[:, row], key[:, row], value[:, row])
+        assert torch.allclose(found[:, row].double(), expected, atol=1e-6)
+
+
+def test_packed_rows_attend_only_to_themselves(core):
+    torch.manual_seed(0)
+    query = torch.randn(9, 1, QUERIES, SIZE)
+    key, value = torch.randn(2, 9, 1, GROUPS, SIZE)
+    starts = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    packing = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    found = core(query, key, value, None, packed_seq_params=packing)
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        expected = slow_attention(query[start:stop, 0], key[start:stop, 0], value[start:stop, 0])
+        assert torch.allclose(found[start:stop, 0].double(), expected, atol=1e-6)
+
+
+def test_a_layer_keeps_the_module_names_of_the_local_spec():
+    submodules = layer_spec().submodules
+    assert submodules.input_layernorm is submodules.pre_mlp_layernorm
+    assert submodules.self_attention.submodules.linear_qkv is not None
