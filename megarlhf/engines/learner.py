@@ -77,6 +77,10 @@ class Learner:
     def update(self, minibatch: Experience) -> Update:
         """One optimizer step on `minibatch` (the same on every rank), or a skipped one if a gradient is not finite."""
         metrics = self.accumulate(minibatch)
+        return self.apply(metrics)
+
+    def apply(self, metrics: dict[str, Metric]) -> Update:
+        """The optimizer step on accumulated gradients; `metrics` are passed on in the result."""
         norm, applied = self._step()
         self.num_skipped += not applied
         self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
@@ -87,8 +91,11 @@ class Learner:
             )
         return Update(metrics, norm, applied)
 
-    def accumulate(self, minibatch: Experience) -> dict[str, Metric]:
-        """Gradients of the whole minibatch, complete on every rank; returns the reduced metrics."""
+    def accumulate(self, minibatch: Experience, *, complete_gradients: bool = False) -> dict[str, Metric]:
+        """Gradients of the whole minibatch in `main_grad`; returns the reduced metrics.
+
+        A data-parallel rank has only the shard that its optimizer steps, unless `complete_gradients`.
+        """
         groups = self.model.groups
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -98,7 +105,9 @@ class Learner:
         batches = micro_batches(minibatch, groups.layout, dp, groups.coordinates.dp, self.max_tokens)
         denominator = float(max(1, minibatch.num_tokens))
         head = self._head(minibatch, denominator)
-        outputs = run_pass(self.model, self._chunks, batches, head, train=True)
+        outputs = run_pass(
+            self.model, self._chunks, batches, head, train=True, complete_gradients=complete_gradients
+        )
         return _reduce(outputs, self.model)
 
     def _head(self, minibatch: Experience, denominator: float):

@@ -69,12 +69,21 @@ def _filler(num_tokens: int) -> PackedRows:
     )
 
 
-def run_pass(model: Model, chunks: Sequence[torch.nn.Module], batches: list[MicroBatch], head: Head, train: bool) -> list:
+def run_pass(
+    model: Model,
+    chunks: Sequence[torch.nn.Module],
+    batches: list[MicroBatch],
+    head: Head,
+    *,
+    train: bool,
+    complete_gradients: bool = False,
+) -> list:
     """Runs every micro-batch through the stages (collective over the model's groups).
 
     `head(hidden, micro_batch)` runs on the last stage only. Training: it returns (loss, metrics) and gradients are
     summed over micro-batches, never averaged. Scoring: it returns any value. The list of metrics or values, one per
-    micro-batch, is returned on the last stage; other stages get an empty list.
+    micro-batch, is returned on the last stage; other stages get an empty list. With `complete_gradients` every rank
+    ends with whole gradients; otherwise each data-parallel rank has the shard that its optimizer steps.
     """
     groups = model.groups
     iterators = [iter(batches) for _ in chunks]
@@ -90,6 +99,7 @@ def run_pass(model: Model, chunks: Sequence[torch.nn.Module], batches: list[Micr
         forward_only=not train,
         collect_non_loss_data=not train,
         pg_collection=groups.collection,
+        force_all_reduce=complete_gradients,
         **communicator,
     )
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from megarlhf import device
 from megarlhf.algorithms.catalogue import PPO, Algorithm
 from megarlhf.algorithms.kl_control import kl_controller
 from megarlhf.algorithms.schedule import updates_per_step
@@ -22,7 +25,7 @@ from megarlhf.loop.scoring import Scores
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.parallel.groups import Groups, build_groups
-from megarlhf.records.seeds import derive_seed
+from megarlhf.records.prompts import Prompt
 from megarlhf.residency.snapshot import Snapshot
 from megarlhf.rewards.functions import resolve
 from megarlhf.telemetry.report import Reporter
@@ -36,7 +39,6 @@ class Workshop:
     """Builds models for one world; layouts that are equal share their process groups."""
 
     world_size: int
-    seed: int
     groups: dict[Layout, Groups]
 
     def model(self, role: Role, *, load: bool = True) -> Model:
@@ -48,8 +50,8 @@ class Workshop:
             architecture,
             self.groups[role.layout],
             head=role.head,
-            dtype=role.dtype,
-            seed=derive_seed(self.seed, role.name) % 2**31,
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[role.dtype],
+            seed=None,
         )
         if load:
             new_head = role.name == "critic" and not architecture.num_labels
@@ -59,9 +61,11 @@ class Workshop:
 
 def build_run(settings: PPORun, world_size: int, reporter: Reporter) -> Run:
     """Everything a run needs, with weights loaded. Collective over the world; `settings` passed `preflight`."""
-    spans = Spans()
+    spans = Spans(device.synchronize)
+    tokenizer = Tokenizer(settings.actor.model, stop_tokens=settings.rollout.stop_tokens)
+    prompts = read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
     cast = roles(settings)
-    workshop = Workshop(world_size, settings.run.seed, {})
+    workshop = Workshop(world_size, {})
     actor_model = workshop.model(cast["actor"])
     reference = _reference(settings, actor_model)
     actor = _learner(actor_model, PPO, settings, settings.actor.optimizer, settings.actor.micro_batch_tokens)
@@ -71,7 +75,7 @@ def build_run(settings: PPORun, world_size: int, reporter: Reporter) -> Run:
     return Run(
         settings=settings,
         algorithm=PPO,
-        source=_rollouts(settings, workshop.model(cast["generator"], load=False), actor, spans),
+        source=_rollouts(settings, tokenizer, prompts, workshop.model(cast["generator"], load=False), actor, spans),
         scorers=_scorers(settings, actor_model, reference, critic_model, reward_model),
         learners={"critic": critic, "actor": actor},
         reporter=reporter,
@@ -126,10 +130,10 @@ def _scorers(
     }
 
 
-def _rollouts(settings: PPORun, generator: Model, actor: Learner, spans: Spans) -> Rollouts:
+def _rollouts(
+    settings: PPORun, tokenizer: Tokenizer, prompts: list[Prompt], generator: Model, actor: Learner, spans: Spans
+) -> Rollouts:
     rollout = settings.rollout
-    tokenizer = Tokenizer(settings.actor.model, stop_tokens=rollout.stop_tokens)
-    prompts = read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
     return Rollouts(
         prompts=prompts,
         order=PromptOrder(len(prompts), rollout.batch_size, settings.run.seed, settings.data.shuffle),

@@ -58,7 +58,7 @@ class Rollouts:
         if self._version == self.actor.num_updates:
             return
         with self.spans("reshard"):
-            self.bytes_resharded = self.resharder.run().bytes_sent
+            self.bytes_resharded = self.resharder.run().bytes_moved
         self._version = self.actor.num_updates
 
 

@@ -106,13 +106,17 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Weights of every learner as Hugging Face folders below `folder`. Collective over the world."""
-        for name, learner in self.learners.items():
-            export_model(learner.model, folder / name, source_folder=self.folders[name])
+        for name in self.learners:
+            self._export(name, folder / name)
 
     def export(self) -> Path:
         """The actor as a Hugging Face folder, RUN_DIR/hf. Collective over the world."""
-        export_model(self.learners["actor"].model, self.folder / "hf", source_folder=self.folders["actor"])
+        self._export("actor", self.folder / "hf")
         return self.folder / "hf"
+
+    def _export(self, name: str, folder: Path) -> None:
+        model, source = self.learners[name].model, self.folders[name]
+        export_model(model, folder, source_folder=source, replace=self.settings.run.overwrite)
 
 
 def sample_rows(batch: Experience, count: int) -> list[dict]:

@@ -1,0 +1,66 @@
+"""`megarlhf chat`: talk to a model folder on this machine, in the terminal."""
+
+import argparse
+from collections.abc import Sequence
+
+SUMMARY = "talk to a Hugging Face model folder: megarlhf chat MODEL_DIR [--plain]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reads lines until end of file or an empty line; prints the model's answer to each."""
+    options = _parser().parse_args(argv)
+    import torch
+
+    from megarlhf import device
+
+    device.prepare()
+    device.join_world()
+    from megarlhf.config.layout import Layout
+    from megarlhf.data.tokenizer import Tokenizer
+    from megarlhf.engines.generator import Generator, Request, Sampling
+    from megarlhf.models.architecture import Architecture
+    from megarlhf.models.build import build_model
+    from megarlhf.parallel.groups import build_groups
+    from megarlhf.weights.load import load_weights
+
+    tokenizer = Tokenizer(options.model)
+    groups = build_groups(Layout(), 1)
+    model = build_model(
+        Architecture.from_folder(options.model), groups, head="vocabulary", dtype=torch.float32, seed=None
+    )
+    load_weights(model, options.model)
+    generator = Generator(model, max_slots=1)
+    sampling = Sampling(
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=tokenizer.stop_ids,
+        seed=options.seed,
+    )
+    messages: list[dict[str, object]] = []
+    print("an empty line ends the conversation" if not options.plain else "an empty line ends; every line is continued")
+    for number, line in enumerate(iter(_read_line, "")):
+        messages.append({"role": "user", "content": line})
+        prompt = tokenizer.encode_prompt(line if options.plain else messages)
+        answer = generator.generate([Request(tuple(prompt), row_id=number)], sampling)[0]
+        text = tokenizer.decode(answer.token_ids)
+        messages.append({"role": "assistant", "content": text})
+        print(text, flush=True)
+    device.leave_world()
+    return 0
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarlhf chat", description=SUMMARY)
+    parser.add_argument("model", help="Hugging Face model folder")
+    parser.add_argument("--plain", action="store_true", help="continue each line as it is, without the chat template")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="an answer is cut here")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    return parser

@@ -1,0 +1,38 @@
+"""The same few prompts before and after training, with the same sampling noise: what changed, in texts and scores."""
+
+from pathlib import Path
+
+from megarlhf.loop.run import Run, sample_rows
+from megarlhf.records.prompts import siblings
+
+SHOWN_STEP = -1
+"""Step whose noise the shown texts are sampled with; training steps count from 0."""
+
+
+def show(run: Run) -> list[dict]:
+    """`run.sample_texts` responses of the policy as it is now, with scores. Collective over the world."""
+    prompts = run.source.prompts[: run.settings.run.sample_texts]
+    if not prompts:
+        return []
+    batch = run.scorers["reward"].annotate(run.source.sample(siblings(prompts, 1), SHOWN_STEP))
+    run.spans.take()  # not part of any step
+    return sample_rows(batch, batch.num_rows)
+
+
+def compare(before: list[dict], after: list[dict], folder: Path) -> str:
+    """What to read when a run has ended, as text."""
+    lines = []
+    for old, new in zip(before, after, strict=True):
+        lines += ["", f"  {_line(old['prompt'])}"]
+        lines += [f"    {name} {row['score']:+.3f}  {_line(row['response'])}" for name, row in (("before", old), ("after ", new))]
+    lines += [
+        "",
+        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, status.json, tensorboard/)",
+        f"exported model:  {folder / 'hf'}  (a Hugging Face folder)",
+        f"chat with it:    megarlhf chat {folder / 'hf'}",
+    ]
+    return "\n".join(lines)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
