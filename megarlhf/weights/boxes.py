@@ -51,15 +51,25 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def intersect(one: Box, other: Box) -> Box | None:
     """The common block of two boxes of one tensor, or None."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return None if any(start >= stop for start, stop in common) else common
+    common = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        # Most pairs do not meet, and planning asks about millions of them: leave at the first gap.
+        start, stop = a if a > c else c, b if b < d else d
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def move(box: Box, origin: Box, destination: Box) -> Box:
     """Where `box`, a part of `origin`, lies once `origin` is laid at `destination` (same shape)."""
+    if origin == destination:
+        return box
     return tuple(
-        (start - old + new, stop - old + new)
-        for (start, stop), (old, _), (new, _) in zip(box, origin, destination, strict=True)
+        [
+            (start - old + new, stop - old + new)
+            for (start, stop), (old, _), (new, _) in zip(box, origin, destination, strict=True)
+        ]
     )
 
 

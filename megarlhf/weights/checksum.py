@@ -20,7 +20,7 @@ def weight_checksums(model: Model, dtype: torch.dtype, group: dist.ProcessGroup)
     """The checksum of every tensor of the model, its values cast to `dtype` (collective over `group`, the world)."""
     shapes = hf_shapes(model.architecture, model.head)
     held = holdings(model.architecture, model.groups.layout, group.size(), model.head)
-    parameters = dict(model.named_parameters())
+    parameters = model.named_parameters()
     device = next(iter(parameters.values())).device
     sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in shapes}
     for key, piece in owned_pieces(held)[dist.get_rank(group)]:
@@ -35,7 +35,7 @@ def require_equal_weights(one: Model, other: Model, group: dist.ProcessGroup) ->
 
     Models of different dtypes are compared in the narrower one.
     """
-    dtypes = (one.config.params_dtype, other.config.params_dtype)
+    dtypes = (one.dtype, other.dtype)
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     ours, theirs = weight_checksums(one, dtype, group), weight_checksums(other, dtype, group)
     differing = [name for name, value in ours.items() if theirs[name] != value]

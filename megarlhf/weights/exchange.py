@@ -51,10 +51,10 @@ class Resharder:
             target.groups.layout,
             self.group.size(),
             bucket_bytes,
-            "bfloat16" if torch.bfloat16 in (source.config.params_dtype, target.config.params_dtype) else "float32",
+            "bfloat16" if torch.bfloat16 in (source.dtype, target.dtype) else "float32",
         )
-        assert_same_parameters(self.plan.source[self.rank], dict(source.named_parameters()))
-        assert_same_parameters(self.plan.target[self.rank], dict(target.named_parameters()))
+        assert_same_parameters(self.plan.source[self.rank], source.named_parameters())
+        assert_same_parameters(self.plan.target[self.rank], target.named_parameters())
 
     def run(self, *, is_checked: bool = False) -> ReshardReport:
         """Overwrite the target's weights (collective over the world). `is_checked` compares checksums afterwards.
@@ -63,13 +63,7 @@ class Resharder:
         checksums differ.
         """
         start = time.perf_counter()
-        exchange(
-            self.plan,
-            dict(self.source.named_parameters()),
-            dict(self.target.named_parameters()),
-            self.group,
-            self.device,
-        )
+        exchange(self.plan, self.source.named_parameters(), self.target.named_parameters(), self.group, self.device)
         if is_checked:
             require_equal_weights(self.source, self.target, self.group)
         return ReshardReport(
@@ -92,20 +86,14 @@ def exchange(
     rank = dist.get_rank(group)
     for transfer in plan.copies:
         if transfer.target_rank == rank:
-            target[transfer.target][slices(transfer.target_box)].copy_(
-                source[transfer.source][slices(transfer.source_box)]
-            )
+            held = source[transfer.source][slices(transfer.source_box)]
+            target[transfer.target][slices(transfer.target_box)].copy_(held)
     if plan.buckets:
         # NCCL opens its communicator at the group's first operation, in which every rank must take part.
         dist.barrier(group)
     for bucket in plan.buckets:
-        _walk(
-            [message for message in bucket if rank in (message.source_rank, message.target_rank)],
-            source,
-            target,
-            group,
-            device,
-        )
+        mine = [message for message in bucket if rank in (message.source_rank, message.target_rank)]
+        _walk(mine, source, target, group, device)
 
 
 def _walk(

@@ -85,7 +85,7 @@ def _sizes(model: Model) -> dict[str, int]:
 def _dtype(model: Model, hf_name: str) -> str:
     """A value head is float32 whatever the model is."""
     is_head = hf_name == FAMILIES[model.architecture.family].value_head.hf[0]
-    return "float32" if is_head or model.config.params_dtype == torch.float32 else "bfloat16"
+    return "float32" if is_head or model.dtype == torch.float32 else "bfloat16"
 
 
 def _shards(sizes: dict[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
@@ -113,7 +113,7 @@ def _gathered(model: Model, names: list[str], group: dist.ProcessGroup, bucket_b
     targets = [wanted if rank == WRITER else nothing for rank in range(group.size())]
     sources = [made[id(holding)] for holding in held]
     plan = plan_transfers(sources, targets, lambda name: _dtype(model, name), bucket_bytes)
-    parameters = dict(model.named_parameters())
+    parameters = model.named_parameters()
     device = next(iter(parameters.values())).device
     mine = wanted if dist.get_rank(group) == WRITER else nothing
     tensors = {key: torch.empty(tensor.shape, dtype=DTYPES[_dtype(model, key[1])]) for key, tensor in mine.items()}
@@ -143,7 +143,7 @@ def _finish(model: Model, files: dict[str, list[str]], source: Path, partial: Pa
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
     config = exported_config(source, model.architecture, model.head, dtype)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     copy_companions(source, partial)

@@ -90,7 +90,7 @@ def _nothing_to_read(path: Path) -> str:
     if pickled:
         return (
             f"{path}: has only pickled weights ({_some(pickled)}), which can run code when read; convert them where "
-            "you trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
+            "you trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) writes safetensors"
         )
     return f"{path}: no {SINGLE_NAME} and no {INDEX_NAME}; give the folder of a Hugging Face model with its weights"
 

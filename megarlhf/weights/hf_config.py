@@ -47,7 +47,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _pad(source: Path, config: dict[str, Any]) -> int | None:
-    """By this id a reader finds a row's last token: config.json's, else the generation settings', else the end token."""
+    """By this id a reader finds a row's last token: config.json's, else generation_config's, else the end token."""
     generation = source / "generation_config.json"
     settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
     for found in (config.get("pad_token_id"), settings.get("pad_token_id"), config.get("eos_token_id")):

@@ -57,7 +57,7 @@ def _load(model: Model, folder: SafetensorsFolder, new_value_head: bool) -> Load
     ignored = _ignored(folder, model.architecture, wanted, new)
     _require_match(folder, {name: shape for name, shape in wanted.items() if name not in new}, ignored, model.head)
     held = local_map(model.architecture, model.groups.layout, model.groups.coordinates, model.head)
-    parameters = dict(model.named_parameters())
+    parameters = model.named_parameters()
     assert_same_parameters(held, parameters)
     _require_tied_copy(folder, model.architecture, ignored, held.values())
     bytes_read = sum(_fill(parameters[key], tensor, folder, new) for key, tensor in held.items())
@@ -86,7 +86,7 @@ def _new_head(folder: SafetensorsFolder, architecture: Architecture, head: Head,
 
 
 def _ignored(folder: SafetensorsFolder, architecture: Architecture, wanted: dict, new: set[str]) -> set[str]:
-    """Allowed left-overs: derived buffers, a second copy of tied embeddings, the language head under a new value head."""
+    """Allowed left-overs: derived buffers, a second copy of tied embeddings, the head that a new one replaces."""
     family = FAMILIES[architecture.family]
     left_over = set(folder.names) - set(wanted)
     derived = {name for name in left_over if name.endswith(family.ignored_suffixes)}

@@ -64,6 +64,7 @@ def plan_transfers(
         found = _joined(_chosen(rank, overlaps[id(holding)], dtype_of, sent))
         copies += [transfer for transfer in found if transfer.source_rank == rank]
         arriving = [transfer for transfer in found if transfer.source_rank != rank]
+        arriving.sort(key=lambda transfer: (transfer.source_rank - rank) % len(source))  # noqa: B023
         remote.append([part for transfer in arriving for part in _parts(transfer, bucket_bytes)])
     return ReshardPlan(tuple(source), tuple(target), tuple(copies), _buckets(remote, bucket_bytes), bucket_bytes)
 
@@ -182,7 +183,7 @@ def _parts(transfer: Transfer, bucket_bytes: int) -> list[Transfer]:
 def _buckets(remote: list[list[Transfer]], bucket_bytes: int) -> tuple[tuple[Message, ...], ...]:
     """Each transfer in the first bucket, from where its two ranks have got to, that has room at both ends.
 
-    Receivers take turns, so that no sender is taken far ahead by one receiver while the others wait.
+    Receivers take turns, each beginning with another sender, so that all ends are busy from the first bucket on.
     """
     filled: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
     buckets: dict[int, dict[tuple[int, int], list[Transfer]]] = defaultdict(lambda: defaultdict(list))
