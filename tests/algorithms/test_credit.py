@@ -110,13 +110,14 @@ def test_an_empty_response_is_paid_nowhere():
 
 def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
     mask = bools([0, 0, 0], [1, 1, 0])
-    empty_row = experience_of(mask, score=torch.tensor([10.0, 1.0]))
-    both, metrics = ppo_credit(empty_row, PPO(), 0.05)
-    alone, alone_metrics = ppo_credit(empty_row.select([1]), PPO(), 0.05)
+    empty_row = experience_of(mask, score=torch.tensor([10.0, 1.0]), logp_start=torch.full((2, 3), 0.25))
+    both, metrics = ppo_credit(empty_row, PPO(), 0.1)
+    alone, alone_metrics = ppo_credit(empty_row.select([1]), PPO(), 0.1)
     assert torch.equal(both.advantage[1:], alone.advantage) and not both.advantage[0].any()
     assert metrics["objective/scores"] == 5.5
-    assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"] == 1.0
-    _, nothing = ppo_credit(empty_row.select([0]), PPO(), 0.05)
+    assert metrics["objective/kl"] == alone_metrics["objective/kl"] == 0.5
+    assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"] == 1.0 - 0.1 * 0.5
+    _, nothing = ppo_credit(empty_row.select([0]), PPO(), 0.1)
     assert nothing == {"objective/scores": 10.0, "val/num_eos_tokens": 1.0}
 
 
