@@ -19,12 +19,8 @@ def sentiment(prompts: Sequence[str], responses: Sequence[str], metadata: Sequen
 
 @functools.cache
 def _sentiment_analyzer():
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError as error:
-        raise RewardError(
-            "the reward function sentiment needs the package vaderSentiment; run: pip install vaderSentiment"
-        ) from error
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
     return SentimentIntensityAnalyzer()
 
 

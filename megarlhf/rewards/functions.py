@@ -27,11 +27,14 @@ BUILTIN: dict[str, RewardFunction] = {
     "pattern": builtin.pattern,
 }
 
+NEEDS = {"sentiment": "vaderSentiment"}
+"""Packages that a builtin needs and megarlhf does not install. Each has the same name on PyPI."""
+
 
 def resolve(spec: str) -> RewardFunction:
     """The reward function called `spec`: one of BUILTIN, or `module:function` importable from here.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError when there is none, or when a package that it needs is missing.
     """
     if ":" in spec:
         return _plug_in(spec)
@@ -42,7 +45,19 @@ def resolve(spec: str) -> RewardFunction:
             f"reward.functions: no reward function is called {spec!r}; {hint}accepted: {', '.join(BUILTIN)}, "
             "or module:function for your own"
         )
+    if spec in NEEDS:
+        _require_package(spec, NEEDS[spec])
     return BUILTIN[spec]
+
+
+def _require_package(spec: str, package: str) -> None:
+    """Import what the function will import, so that it is missed before the run and not after the first rollouts."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"reward.functions: {spec} needs the package {package}, which is not installed; run: pip install {package}"
+        ) from error
 
 
 def _plug_in(spec: str) -> RewardFunction:

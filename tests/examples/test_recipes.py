@@ -27,6 +27,8 @@ def test_the_table_lists_every_recipe():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_valid_on_its_number_of_ranks(name):
     settings = load(PPORun, EXAMPLES / name, [])
+    if "sentiment" in settings.reward.functions:
+        pytest.importorskip("vaderSentiment")
     assert check.violations(settings, table()[name]) == []
     assert all(callable(resolve(spec)) for spec in settings.reward.functions)
     assert settings.run.dir == f"runs/{Path(name).stem}"

@@ -1,7 +1,5 @@
 """The reward functions that come with megarlhf."""
 
-import sys
-
 import pytest
 
 from megarlhf.errors import RewardError
@@ -14,13 +12,6 @@ def test_sentiment_likes_praise_and_not_blame():
     texts = ["I love this wonderful film!", "The chair is brown.", "A dreadful, boring mess.", ""]
     good, neutral, bad, empty = builtin.sentiment([""] * 4, texts, [{}] * 4)
     assert 1 >= good > 0.5 and neutral == empty == 0.0 and -1 <= bad < -0.5
-
-
-def test_sentiment_without_its_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    builtin._sentiment_analyzer.cache_clear()
-    with pytest.raises(RewardError, match="needs the package vaderSentiment; run: pip install vaderSentiment"):
-        call_reward(builtin.sentiment, ["p"], ["r"], [{"id": 0}], 5.0)
 
 
 def test_length_counts_words():

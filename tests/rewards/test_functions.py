@@ -103,6 +103,12 @@ def test_builtins_and_plug_ins_are_found(tmp_path, monkeypatch):
     assert score(resolve("my_rewards_for_test:ones")).tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_missing_package_is_noticed_before_the_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment", None)
+    with pytest.raises(ConfigError, match="reward.functions: sentiment needs .* run: pip install vaderSentiment"):
+        resolve("sentiment")
+
+
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
