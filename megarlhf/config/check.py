@@ -70,7 +70,8 @@ RANGES = {
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
-    **{f"{model}.optimizer.{name}": OPTIMIZER_RANGES[name] for model in ("actor", "critic") for name in OPTIMIZER_RANGES},
+    **{f"actor.optimizer.{name}": wanted for name, wanted in OPTIMIZER_RANGES.items()},
+    **{f"critic.optimizer.{name}": wanted for name, wanted in OPTIMIZER_RANGES.items()},
 }
 
 
@@ -184,8 +185,8 @@ def _launch(settings: PPORun, world_size: int, command: str) -> Iterator[str]:
         if world_size % layout.model_ranks:
             yield (
                 f"{name}: tp {layout.tp} * pp {layout.pp} * cp {layout.cp} = {layout.model_ranks} ranks hold one copy "
-                f"of the model, which does not divide the {world_size} launched; all models together need a multiple of "
-                f"{needed}: {suggestion}"
+                f"of the model, which does not divide the {world_size} launched; all models together need a multiple "
+                f"of {needed}: {suggestion}"
             )
 
 

@@ -23,6 +23,8 @@ class FlagText:
 
 def parse_flags(settings: Any, argv: Sequence[str], prog: str) -> tuple[dict, list[str]]:
     """What the flags set, as nested dicts of FlagText, and words that are no flag of ours. Help shows `settings`."""
+    if not argv:
+        return {}, []
     mirror = _mirror(type(settings), settings)
     filled, unknown = tyro.cli(
         mirror, prog=prog, args=list(argv), return_unknown_args=True, use_underscores=True,

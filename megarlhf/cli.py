@@ -1,0 +1,105 @@
+"""`megarlhf COMMAND ...`: finds the command, runs it, and turns its errors into a list and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 bad settings or input, 130 interrupted.
+"""
+
+import ast
+import difflib
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf import __version__, commands
+from megarlhf.errors import ConfigError, MegarlhfError
+from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (sys.argv when `argv` is None) and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        return _dispatch(words)
+    except MegarlhfError as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(error)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except Exception:
+        # Not one of ours: the traceback is the report.
+        traceback.print_exc()
+        return FAILED
+
+
+def command_summaries() -> dict[str, str]:
+    """Each command and its one line, read from the sources without importing them."""
+    folder = Path(commands.__path__[0])
+    return {
+        module.name.replace("_", "-"): _summary(folder / f"{module.name}.py")
+        for module in pkgutil.iter_modules(commands.__path__)
+    }
+
+
+def _dispatch(words: list[str]) -> int:
+    summaries = command_summaries()
+    if words and words[0] == "--version":
+        print(f"megarlhf {__version__}")
+        return DONE
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help(summaries))
+        return DONE if words else BAD_INPUT
+    name = words[0].replace("_", "-")
+    if name not in summaries:
+        close = difflib.get_close_matches(name, summaries, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(summaries)}"
+        raise ConfigError(f"{words[0]}: no such command; {hint}")
+    module = importlib.import_module(f"megarlhf.commands.{name.replace('-', '_')}")
+    return module.main(words[1:])
+
+
+def _help(summaries: dict[str, str]) -> str:
+    width = max(map(len, summaries))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in summaries.items()]
+    return "\n".join(
+        [
+            "usage: megarlhf COMMAND ...    (several ranks: torchrun --nproc-per-node N -m megarlhf COMMAND ...)",
+            "",
+            *lines,
+            "",
+            "megarlhf COMMAND --help lists a command's flags; --debug adds tracebacks to errors; --version.",
+        ]
+    )
+
+
+def _summary(path: Path) -> str:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and statement.targets[0].id == "SUMMARY":
+            return ast.literal_eval(statement.value)
+    raise AssertionError(f"{path} has no SUMMARY")
+
+
+def _print_error(error: MegarlhfError) -> None:
+    """One violation a line. Every rank finds the same settings wrong, so one rank of each machine says it."""
+    if not isinstance(error, ConfigError):
+        _say(f"{type(error).__name__}: {error}")
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        for violation in error.violations:
+            _say(violation)
+
+
+def _say(message: str) -> None:
+    rank = os.environ.get("RANK")
+    head = "megarlhf: error" if rank in (None, "0") else f"megarlhf: error on rank {rank}"
+    print(f"{head}: {message}", file=sys.stderr)

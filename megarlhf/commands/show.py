@@ -1,0 +1,31 @@
+"""`megarlhf show`: the settings a command would run with, as YAML that can be run again."""
+
+import json
+from collections.abc import Sequence
+
+from megarlhf.config.check import require_valid
+from megarlhf.config.load import load_command, to_dict, to_yaml
+from megarlhf.config.settings import PPORun
+from megarlhf.errors import ConfigError
+
+SUMMARY = "print a command's resolved settings: megarlhf show ppo FILE.yaml [--dotted.flags] [--json]"
+
+SHOWN = {"ppo": PPORun}
+"""Settings class of each command that can be shown."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the settings. Raises ConfigError when they cannot be run."""
+    as_json = "--json" in argv
+    words = [word for word in argv if word != "--json"]
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {SUMMARY.partition(': ')[2]}")
+        return 0
+    if not words or words[0] not in SHOWN:
+        raise ConfigError(f"show: expected a command to show, one of {', '.join(SHOWN)}; {SUMMARY}")
+    settings = load_command(SHOWN[words[0]], words[1:], prog=f"megarlhf show {words[0]}")
+    require_valid(settings)
+    print(json.dumps(to_dict(settings), indent=2, ensure_ascii=False) if as_json else to_yaml(settings), end="")
+    if as_json:
+        print()
+    return 0

@@ -1,0 +1,31 @@
+"""Seconds per named stage: `with spans("generate"): ...` becomes the metric `time/generate_s`."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Spans:
+    """Adds up the wall time of blocks by name until `take`. Blocks may nest; each counts all of its own time."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        """`synchronize` waits for the device's queued work, which otherwise would be counted in a later block."""
+        self._synchronize = synchronize
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Counts the time of the block under `name`, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """`{"time/NAME_s": seconds}` of the blocks that ended since the last call, and starts anew."""
+        taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken

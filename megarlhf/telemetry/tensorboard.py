@@ -1,0 +1,55 @@
+"""Numbers as tensorboard event files. A broken log never stops training: only its first failure is told."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarlhf.telemetry.report import Number
+
+_log = logging.getLogger(__name__)
+
+
+class TensorboardSink:
+    """Scalars under the metrics' own names, in RUN_DIR/tensorboard."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._folder = Path(run_dir) / "tensorboard"
+        self._writer: Any = None
+        self._works = True
+        self._attempt(self._open)
+
+    def step(self, step: int, numbers: Mapping[str, Number]) -> None:
+        """Writes the numbers that are finite."""
+        self._attempt(lambda: self._add(step, numbers))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the texts below one another."""
+        text = "\n\n---\n\n".join(f"{row['prompt']} **{row['response']}** ({row['score']})" for row in rows)
+        self._attempt(lambda: self._writer.add_text("samples", text, step))
+
+    def close(self) -> None:
+        """Writes out what is queued."""
+        self._attempt(lambda: self._writer.close())
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = SummaryWriter(str(self._folder))
+
+    def _add(self, step: int, numbers: Mapping[str, Number]) -> None:
+        for name, value in numbers.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        """Runs `write` unless it failed before."""
+        if not self._works:
+            return
+        try:
+            write()
+        except Exception as error:  # whatever the back end raises, the run is worth more than its curves
+            self._works = False
+            _log.warning("tensorboard: cannot write %s (%s); metrics.jsonl goes on without it", self._folder, error)

@@ -1,0 +1,124 @@
+"""The command line: commands, help, exit codes and how errors look."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf import cli, commands
+from megarlhf.config.load import load
+from megarlhf.config.settings import PPORun
+
+NEEDED = "--actor.model m --data.prompts p.jsonl --reward.functions length".split()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A function that adds a command `extra` with the given body to those the command line finds."""
+
+    def add(body: str) -> None:
+        (tmp_path / "extra.py").write_text(f'SUMMARY = "an extra one"\n\n\ndef main(argv):\n    {body}\n')
+        monkeypatch.setattr(commands, "__path__", [str(tmp_path)])
+        monkeypatch.delitem(sys.modules, "megarlhf.commands.extra", raising=False)
+
+    yield add
+    sys.modules.pop("megarlhf.commands.extra", None)
+
+
+def test_help_lists_every_command_with_its_line(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    names = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
+    assert names >= {"show"} and all(f"  {name.replace('_', '-')} " in shown for name in names)
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy():
+    code = "import sys; from megarlhf.cli import main; main(['--help']); print(sorted(sys.modules))"
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 5
+    assert not {"'torch'", "'transformers'", "'megatron'", "'tyro'"} & set(result.stdout.strip("[]\n").split(", "))
+
+
+def test_without_a_command_help_is_shown_and_the_code_is_two(capsys):
+    assert cli.main([]) == 2
+    assert "usage: megarlhf COMMAND" in capsys.readouterr().out
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys):
+    assert cli.main(["shwo"]) == 2
+    assert capsys.readouterr().err == "megarlhf: error: shwo: no such command; did you mean show?\n"
+
+
+def test_every_violation_has_a_line_and_there_is_no_traceback(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("run:\n  stesp: 3\nactor:\n  dtype: int8\n")
+    assert cli.main(["show", "ppo", str(path)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "mine.yaml:2: run.stesp: no such setting; did you mean run.steps?" in told[0]
+
+
+def test_debug_adds_the_traceback(capsys):
+    assert cli.main(["show", "ppo", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "megarlhf: error: actor.model: is not set" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("return 0", 0, ""),
+        ("return 1", 1, ""),
+        ("raise KeyboardInterrupt", 130, "megarlhf: error: interrupted"),
+        ("from megarlhf.errors import RewardError; raise RewardError('no score')", 1, "RewardError: no score"),
+        ("from megarlhf.errors import DataError; raise DataError('row 7')", 2, "DataError: row 7"),
+        ("1 / 0", 1, "Traceback"),
+    ],
+)
+def test_how_a_command_ends_is_the_exit_code(command, capsys, body, code, told):
+    command(body)
+    assert cli.main(["extra"]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_one_rank_of_each_machine_tells_the_settings_errors(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cli.main(["show", "ppo"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main(["show", "ppo"]) == 2
+    assert "megarlhf: error on rank 5: actor.model" in capsys.readouterr().err
+
+
+def test_show_prints_settings_that_run_again(tmp_path, capsys):
+    flags = [*NEEDED, "--algorithm.lambda", "0.9", "--critic.train.tp", "2"]
+    assert cli.main(["show", "ppo", *flags]) == 0
+    path = tmp_path / "shown.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load(PPORun, path, []) == load(PPORun, None, flags)
+    assert cli.main(["show", "ppo", str(path)]) == 0
+    assert capsys.readouterr().out == path.read_text()
+
+
+def test_show_as_json_holds_the_same_values(capsys):
+    cli.main(["show", "ppo", *NEEDED])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert cli.main(["show", "ppo", *NEEDED, "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["rollout"] == shown["rollout"] and as_json["actor"]["optimizer"]["learning_rate"] == 1e-6
+
+
+@pytest.mark.parametrize("words", [["show"], ["show", "pop"], ["show", "ppo", "nowhere.yaml"]])
+def test_show_without_something_to_show_is_code_two(words, capsys):
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith("megarlhf: error: ")
+
+
+def test_python_m_ends_with_the_same_code():
+    result = subprocess.run([sys.executable, "-m", "megarlhf", "shwo"], capture_output=True, text=True)
+    assert result.returncode == 2 and "did you mean show?" in result.stderr
