@@ -5,6 +5,7 @@ a chat gets exactly `apply_chat_template(tokenize=True)`: the template's own beg
 Text that spells a special token becomes that token, as in transformers. Rollouts are never turned into text and back.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -36,6 +37,12 @@ class Tokenizer:
         """A hash of the vocabulary: equal for tokenizers that mean the same by every id."""
         vocabulary = sorted(self._hf.get_vocab().items())
         return blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers whose ids mean the same tokens; chat templates and stop tokens do not count."""
+        vocabulary = sorted(self._hf.get_vocab().items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""

@@ -88,6 +88,13 @@ def test_a_stop_token_of_several_tokens_is_refused(plain_folder):
         Tokenizer(plain_folder, stop_tokens=["ab"])
 
 
+def test_a_fingerprint_tells_what_the_ids_mean(tmp_path, plain_folder):
+    other_template = folder_with_bos(tmp_path / "a", BOS_TEMPLATE)
+    assert Tokenizer(other_template).fingerprint == Tokenizer(plain_folder).fingerprint
+    more_tokens = tiny.write_tokenizer(tmp_path / "b", vocab_size=tiny.VOCAB + 1)
+    assert Tokenizer(more_tokens).fingerprint != Tokenizer(plain_folder).fingerprint
+
+
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
