@@ -1,0 +1,49 @@
+"""Keys and values of the sequences in flight: one block for all layers of this stage, a slot per sequence.
+
+Slots 0 .. A-1 are active, so that decoding reads plain views of the first A slots and of the longest active length. A
+slot that is vacated is filled from the last active one.
+"""
+
+import torch
+
+from megarlhf.models.build import Model
+
+
+class Cache:
+    """Keys (after rotary embedding) and values, [layers, 2, slots, kv_groups/tp, capacity, head_dim]."""
+
+    def __init__(self, model: Model, num_slots: int, capacity: int):
+        """`capacity`: tokens of the longest sequence. Memory is zeroed: masked positions must still be finite."""
+        (chunk,) = model.chunks
+        parameter = next(chunk.parameters())
+        layers = chunk.decoder.layers
+        attention = layers[0].self_attention if len(layers) else None
+        groups = attention.num_query_groups_per_partition if attention else 1
+        head_dim = attention.hidden_size_per_attention_head if attention else 1
+        shape = (len(layers), 2, num_slots, groups, capacity, head_dim)
+        self.blocks = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.blocks.numel() * self.blocks.element_size()
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Writes one token of each active slot: key and value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
+        rows = torch.arange(len(lengths), device=lengths.device)
+        keys, values = self.blocks[layer]
+        keys[rows, :, lengths] = key
+        values[rows, :, lengths] = value
+
+    def read(self, layer: int, num_active: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values [A, kv_groups/tp, length, head_dim] of the active slots."""
+        keys, values = self.blocks[layer]
+        return keys[:num_active, :, :length], values[:num_active, :, :length]
+
+    def fill(self, slots: torch.Tensor, prompts: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copies prefilled `blocks` [layers, 2, P, kv_groups/tp, L, head_dim], of prompt `prompts[i]`, to `slots[i]`."""
+        self.blocks[:, :, slots, :, : blocks.shape[4]] = blocks[:, :, prompts]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` tokens of one slot to another."""
+        self.blocks[:, :, target, :, :length] = self.blocks[:, :, source, :, :length]

@@ -1,0 +1,126 @@
+"""Runs tokens through one stage's layers by calling the GPT's own submodules, with attention over the cache.
+
+Tokens are a flat stream [N]; hidden states are [N, 1, H], as in packed training. The layers' linear modules do the
+tensor-parallel communication, so any backend that offers `input_layernorm`, `self_attention.{linear_qkv, linear_proj}`,
+`pre_mlp_layernorm` and `mlp` works. Two kinds of pass differ in their attention only: prefill (whole prompts, causal)
+and decode (one token of each active slot against the cache).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megarlhf.engines.generator.cache import Cache
+from megarlhf.models.build import Model
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, query [N, heads/tp, D], key [N, kv_groups/tp, D], value [N, kv_groups/tp, D]) -> [N, heads/tp * D]."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Whole prompts after one pass."""
+
+    blocks: torch.Tensor
+    """Keys and values [layers, 2, P, kv_groups/tp, L, D], zeros after a prompt's end."""
+    hidden: torch.Tensor
+    """Hidden states [P, 1, H] of the last tokens (complete on the last stage only)."""
+
+    def keep(self, prompt: int, length: int) -> "Prefilled":
+        """A copy of one prompt."""
+        return Prefilled(self.blocks[:, :, [prompt], :, :length], self.hidden[[prompt]])
+
+
+def prefill(model: Model, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    """Runs whole prompts, packed without padding. Collective over the model's tensor and pipeline groups."""
+    device = next(model.chunks[0].parameters()).device
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    rows = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths)).to(device)
+    places, layers = rows * longest + positions, []
+
+    def pad(flat: torch.Tensor) -> torch.Tensor:
+        padded = flat.new_zeros(len(prompts) * longest, *flat.shape[1:])
+        padded[places] = flat
+        return padded.view(len(prompts), longest, *flat.shape[1:]).transpose(1, 2)
+
+    def attend(_layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = pad(key), pad(value)
+        layers.append(torch.stack([keys, values]))
+        context = F.scaled_dot_product_attention(
+            pad(query), keys, values, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return context.transpose(1, 2).flatten(0, 1)[places].flatten(1)
+
+    hidden = _run_stage(model, tokens, positions, attend)
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    blocks = torch.stack(layers) if layers else hidden.new_zeros(0, 2, len(prompts), 1, longest, 1)
+    return Prefilled(blocks, hidden[ends])
+
+
+def decode(model: Model, cache: Cache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    """Hidden states [A, 1, H] after one more token of each active slot; collective as `prefill`.
+
+    `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
+    """
+    dtype = cache.blocks.dtype
+    beyond = torch.arange(longest, device=lengths.device) > lengths[:, None]
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)[:, None, None]
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        cache.append(layer, key, value, lengths)
+        keys, values = cache.read(layer, len(tokens), longest)
+        # the heads that share a group become its query positions: no repeated keys
+        grouped = query.unflatten(1, (keys.shape[1], -1))
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1)
+
+    return _run_stage(model, tokens, lengths, attend)
+
+
+def _run_stage(model: Model, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """Embeds or receives, runs this stage's layers, sends or normalises: hidden states [N, 1, H]."""
+    (chunk,) = model.chunks
+    groups = model.groups
+    if groups.is_first_stage:
+        hidden = chunk.embedding(tokens[None], positions[None])
+    else:
+        hidden = torch.empty(len(tokens), 1, model.config.hidden_size, dtype=model.dtype, device=tokens.device)
+        dist.recv(hidden, src=_neighbour(model, -1), group=groups.pp)
+    hidden = _run_layers(chunk, hidden, positions, attend)
+    if groups.is_last_stage:
+        return chunk.decoder.final_layernorm(hidden)
+    dist.send(hidden.contiguous(), dst=_neighbour(model, 1), group=groups.pp)
+    return hidden
+
+
+def _neighbour(model: Model, offset: int) -> int:
+    return dist.get_global_rank(model.groups.pp, model.groups.coordinates.pp + offset)
+
+
+def _run_layers(chunk: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    angles = chunk.rotary(positions)[:, 0]
+    cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+    for index, layer in enumerate(chunk.decoder.layers):
+        attention = layer.self_attention
+        query, key, value = attention.get_query_key_value_tensors(layer.input_layernorm(hidden), None)
+        query, key = _rotate(query[:, 0], cos, sin), _rotate(key[:, 0], cos, sin)
+        context = attend(index, query, key, value[:, 0])
+        hidden = _add(hidden, attention.linear_proj(context[:, None]))
+        hidden = _add(hidden, layer.mlp(layer.pre_mlp_layernorm(hidden)))
+    return hidden
+
+
+def _add(hidden: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    branch, bias = output
+    return hidden + branch if bias is None else hidden + (branch + bias)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads [N, heads, D] by their tokens' angles [N, 1, D] (RoFormer, eq. 34, over halves instead of pairs)."""
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat([-second, first], -1) * sin

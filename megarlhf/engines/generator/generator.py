@@ -1,0 +1,133 @@
+"""Samples responses for a list of requests: shares them over data-parallel ranks, flies them, gathers the answers."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarlhf.engines.generator.flight import Flight, completion
+from megarlhf.engines.generator.requests import Completion, Request, Sampling
+from megarlhf.errors import DataError, LayoutError
+from megarlhf.models.build import Model
+from megarlhf.parallel.rows import gather_rows, share
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What the last call of `Generator.generate` did."""
+
+    num_tokens: int
+    """Sampled by all ranks."""
+    num_near_ties: int
+    """Of those, where rounding could have chosen another token; another layout may differ after it."""
+    num_prefilled_tokens: int
+    """Prompt tokens run by this rank: a prompt counts once however many samples it has."""
+    num_decode_passes: int
+    """Decoding steps of this rank."""
+
+
+class Generator:
+    """Generates with the weights that `model` holds at the moment of the call; the cache lives during a call only."""
+
+    def __init__(self, model: Model, max_slots: int, *, prefill_tokens: int = 4096):
+        """`max_slots`: sequences decoded at once per data-parallel rank; `prefill_tokens`: prompt tokens per pass."""
+        layout = model.groups.layout
+        if layout.sp or layout.vp > 1 or layout.cp > 1:
+            raise LayoutError(f"layout {layout} cannot generate: one token a step has no sequence to cut; use tp and pp only")
+        assert model.head == "vocabulary" and max_slots > 0 and prefill_tokens > 0, "a language model and some room"
+        self.model = model
+        self.max_slots = max_slots
+        self.prefill_tokens = prefill_tokens
+        self.report = GenerationReport(0, 0, 0, 0)
+
+    @property
+    def near_ties(self) -> int:
+        """Near ties of the last call, over all ranks."""
+        return self.report.num_near_ties
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """A completion of each request, in their order, on every rank. Collective over the world.
+
+        Every rank passes the same requests. Raises DataError for an empty prompt, a token id outside the vocabulary, or
+        a prompt that leaves the model's context too short for max_new_tokens.
+        """
+        _require_fit(requests, sampling, self.model)
+        groups = self.model.groups
+        mine = share_requests(requests, sampling.max_new_tokens, groups.layout.dp(groups.world_size))[groups.coordinates.dp]
+        completions, prefilled, passes = self._fly([requests[i] for i in mine], sampling)
+        everything = _gather(mine, completions, len(requests), sampling, self.model)
+        self.report = GenerationReport(
+            num_tokens=sum(len(one.token_ids) for one in everything),
+            num_near_ties=sum(len(one.near_ties) for one in everything),
+            num_prefilled_tokens=prefilled,
+            num_decode_passes=passes,
+        )
+        return everything
+
+    def _fly(self, requests: list[Request], sampling: Sampling) -> tuple[list[Completion], int, int]:
+        if not requests:
+            return [], 0, 0
+        modes = [chunk.training for chunk in self.model.chunks]
+        for chunk in self.model.chunks:
+            chunk.eval()
+        with torch.inference_mode():
+            flight = Flight(self.model, requests, sampling, self.max_slots, self.prefill_tokens)
+            completions = flight.run()
+        for chunk, mode in zip(self.model.chunks, modes, strict=True):
+            chunk.train(mode)
+        return completions, flight.num_prefilled_tokens, flight.num_decode_passes
+
+
+def share_requests(requests: Sequence[Request], max_new_tokens: int, dp: int) -> list[list[int]]:
+    """Indexes of the requests of each data-parallel rank, balanced by tokens; the same answer on every rank.
+
+    Samples of one prompt stay together to share its prefill, in parts of at most a quarter of a rank's even share.
+    """
+    samples: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        samples[request.prompt_ids].append(index)
+    size = max(1, len(requests) // (4 * dp))
+    parts = [rows[at : at + size] for rows in samples.values() for at in range(0, len(rows), size)]
+    costs = [len(requests[part[0]].prompt_ids) + max_new_tokens * len(part) for part in parts]
+    return [sorted(index for part in shares for index in parts[part]) for shares in share(costs, dp)]
+
+
+def _gather(
+    mine: list[int], completions: list[Completion], num_requests: int, sampling: Sampling, model: Model
+) -> list[Completion]:
+    """All ranks' completions in request order. Collective over the data-parallel group."""
+    coded = [_encode(one) for one in completions]
+    logps = [torch.tensor(one.logps, dtype=torch.float32) for one in completions]
+    all_coded = gather_rows(mine, coded, num_requests, model.groups.dp)
+    all_logps = gather_rows(mine, logps, num_requests, model.groups.dp)
+    return [_decode(row, scores, sampling) for row, scores in zip(all_coded, all_logps, strict=True)]
+
+
+def _encode(one: Completion) -> torch.Tensor:
+    """Token ids and near ties in one int64 row: 2 * id, plus 1 for a near tie."""
+    row = 2 * torch.tensor(one.token_ids, dtype=torch.int64)
+    row[list(one.near_ties)] += 1
+    return row
+
+
+def _decode(row: torch.Tensor, logps: torch.Tensor, sampling: Sampling) -> Completion:
+    near_ties = (row % 2).nonzero()[:, 0].tolist()
+    return completion((row // 2).tolist(), logps.tolist(), near_ties, sampling)
+
+
+def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) -> None:
+    architecture = model.architecture
+    room = architecture.max_positions - sampling.max_new_tokens
+    for request in requests:
+        prompt = request.prompt_ids
+        if not 0 < len(prompt) <= room:
+            raise DataError(
+                f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
+                f"fit the model's {architecture.max_positions} positions; use prompts of 1 to {max(room, 0)} tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < architecture.vocab_size:
+            raise DataError(
+                f"prompt of row {request.row_id}: token ids {min(prompt)} to {max(prompt)} are not all in the model's "
+                f"vocabulary of {architecture.vocab_size}; tokenizer and model do not belong together"
+            )
