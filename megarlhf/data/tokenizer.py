@@ -38,12 +38,6 @@ class Tokenizer:
         vocabulary = sorted(self._hf.get_vocab().items())
         return blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal for tokenizers whose ids mean the same tokens; chat templates and stop tokens do not count."""
-        vocabulary = sorted(self._hf.get_vocab().items())
-        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""
         if isinstance(prompt, str):
