@@ -21,3 +21,9 @@ def _ranks_are_let_go():
 def single_rank() -> tuple[int, int]:
     """The test process as a world of one rank: (0, 1)."""
     return device.join_world()
+
+
+@pytest.fixture(scope="session")
+def world(single_rank):
+    """The process group of the test process alone."""
+    return torch.distributed.group.WORLD

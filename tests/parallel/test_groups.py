@@ -24,6 +24,8 @@ def fill(model, groups) -> None:
     """Give every parameter its shard of the global weight (layers by their global number)."""
     first_layer = groups.coordinates.pp * (NUM_LAYERS // groups.layout.pp)
     for name, parameter in model.named_parameters():
+        if name == "output_layer.weight":  # the last stage's copy of the tied embedding
+            name = "embedding.word_embeddings.weight"
         parts = name.split(".")
         if "layers" in parts:
             at = parts.index("layers") + 1
