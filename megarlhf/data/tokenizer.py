@@ -5,7 +5,6 @@ a chat gets exactly `apply_chat_template(tokenize=True)`: the template's own beg
 Text that spells a special token becomes that token, as in transformers. Rollouts are never turned into text and back.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -163,4 +162,7 @@ def _model_end_ids(folder: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{path.absolute()} is not JSON: {error}") from error

@@ -130,6 +130,10 @@ def test_messages_without_a_chat_template_say_where_to_put_one(tmp_path):
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path} holds no tokenizer"):
         Tokenizer(tmp_path)
+    tiny.write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="generation_config.json is not JSON"):
+        Tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         Tokenizer(tmp_path / "nowhere")
 
