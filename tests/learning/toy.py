@@ -28,7 +28,7 @@ def train_reward_model(folder: Path, steps: int = 150) -> float:
 
     config = tiny_config(num_labels=1, num_hidden_layers=2)
     torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**config, pad_token_id=1)).float()
+    model = LlamaForSequenceClassification(LlamaConfig(**config)).float()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
         loss = _error(model, *_sequences(64))
