@@ -41,10 +41,10 @@ quickstart: $(INSTALLED) $(ASSETS)
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m megarlhf ppo examples/quickstart.yaml
 
 test: $(INSTALLED) $(ASSETS)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -q
 
 test-core: $(INSTALLED) $(ASSETS)
-	$(VENV)/bin/python -m pytest $(CORE_TESTS) -m 'not slow'
+	$(VENV)/bin/python -m pytest -q $(CORE_TESTS) -m 'not slow'
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -45,8 +45,8 @@ def read_status(run_dir: str | Path) -> tuple[int | None, str]:
 def recorded(run_dir: str | Path, rank: int) -> Iterator[None]:
     """Keeps status.json while the block runs, and lets its errors through.
 
-    Rank 0 writes the start and the end. Any rank writes a failure unless another did before: the first failure is followed
-    by those of ranks that lost their peer.
+    Rank 0 writes the start and the end. Any rank writes a failure unless another did before: the first failure brings
+    along those of ranks that lost their peer.
     """
     if rank == 0:
         _attempt(run_dir, None, "running")

@@ -188,17 +188,6 @@ def test_help_shows_each_setting_with_its_sentence_and_value(recipe, capsys):
     assert "(now: 1234)" in shown
 
 
-def test_every_setting_has_a_sentence_of_help():
-    def sections(cls):
-        yield cls
-        for setting in settings_of(cls):
-            if setting.is_section:
-                yield from sections(setting.kind)
-
-    missing = [s.name for cls in sections(PPORun) if cls is not PPORun for s in settings_of(cls) if not s.help]
-    assert not missing
-
-
 def strategy(setting):
     """Any value of a setting's type, including texts that YAML would rather read as something else."""
     odd = ["1e-5", "null", "yes", "", " a", "x: y", "# c", "é\n", "0x1", "~", "- a"]

@@ -1,0 +1,33 @@
+"""A setting that nothing reads would be a promise not kept."""
+
+import ast
+from pathlib import Path
+
+from megarlhf import config
+from megarlhf.config.fields import settings_of
+from megarlhf.config.settings import PPORun
+
+PACKAGE = Path(config.__path__[0]).parent
+
+
+def sections(cls: type):
+    yield cls
+    for setting in settings_of(cls):
+        if setting.is_section:
+            yield from sections(setting.kind)
+
+
+def attributes_read_outside_config() -> set[str]:
+    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if "config" not in path.parts[-2:-1])
+    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def test_every_setting_is_read_by_the_program():
+    read = attributes_read_outside_config()
+    names = {f"{cls.__name__}.{setting.attribute}" for cls in sections(PPORun) for setting in settings_of(cls)}
+    assert not {name for name in names if name.partition(".")[2] not in read}
+
+
+def test_every_setting_has_a_sentence_of_help():
+    silent = [s.name for cls in sections(PPORun) if cls is not PPORun for s in settings_of(cls) if not s.help]
+    assert not silent
