@@ -19,9 +19,22 @@ def settings(flags: str = "") -> PPORun:
     return load(PPORun, None, [*NEEDED, *flags.split()])
 
 
-def test_a_plain_run_is_fine():
-    assert violations(settings(), world_size=1) == []
-    require_valid(settings())
+@pytest.fixture(scope="module")
+def plain() -> PPORun:
+    return settings()
+
+
+def with_value(section, sections: list[str], name: str, value: float):
+    """Settings with one value changed, some sections down."""
+    if not sections:
+        return replace(section, **{name: value})
+    below = with_value(vars(section)[sections[0]], sections[1:], name, value)
+    return replace(section, **{sections[0]: below})
+
+
+def test_a_plain_run_is_fine(plain):
+    assert violations(plain, world_size=1) == []
+    require_valid(plain)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +60,10 @@ def test_a_plain_run_is_fine():
         "run.steps 0",
     ],
 )
-def test_a_number_out_of_range_is_named_with_what_is_accepted(flag):
+def test_a_number_out_of_range_is_named_with_what_is_accepted(plain, flag):
     name, value = flag.split()
-    (found,) = violations(settings(f"--{flag}"))
+    *sections, last = name.replace("lambda", "lambda_").split(".")
+    (found,) = violations(with_value(plain, sections, last, float(value)))
     head, told = found.split(" ")[:2]
     assert head == f"{name}:" and float(told) == float(value) and "choose a value that is" in found
 
