@@ -9,23 +9,26 @@ from megarlhf.telemetry.report import Number
 
 
 class JsonlSink:
-    """metrics.jsonl with one object per step and samples.jsonl with one per text, each line flushed when written."""
+    """metrics.jsonl with one object per step and samples.jsonl with one per text, each line flushed when written.
+
+    A file exists from its first line on: a launch that fails before its first step leaves a folder that holds no run.
+    """
 
     def __init__(self, run_dir: str | Path) -> None:
-        """Starts both files anew. Raises OSError when the folder cannot be written."""
+        """Removes the files of an earlier run. Raises OSError when the folder cannot be written."""
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(folder / "metrics.jsonl", "w", encoding="utf-8")
-        self._samples = open(folder / "samples.jsonl", "w", encoding="utf-8")
+        self._metrics = _Lines(folder / "metrics.jsonl")
+        self._samples = _Lines(folder / "samples.jsonl")
 
     def step(self, step: int, numbers: Mapping[str, Number]) -> None:
         """Writes `{"step": step, ...}`; None is null."""
-        _write(self._metrics, {"step": step, **numbers})
+        self._metrics.write({"step": step, **numbers})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes `{"step": step, ...}` per row."""
         for row in rows:
-            _write(self._samples, {"step": step, **row})
+            self._samples.write({"step": step, **row})
 
     def close(self) -> None:
         """Closes both files."""
@@ -33,7 +36,21 @@ class JsonlSink:
         self._samples.close()
 
 
-def _write(file: TextIO, record: Mapping[str, Any]) -> None:
-    # allow_nan=False: `NaN` is not JSON, and readers in other languages stop at it.
-    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-    file.flush()
+class _Lines:
+    """A file of JSON lines, opened for the first one."""
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self._file = open(self._path, "w", encoding="utf-8")
+        # allow_nan=False: `NaN` is not JSON, and readers in other languages stop at it.
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

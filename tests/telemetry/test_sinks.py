@@ -37,6 +37,12 @@ def test_a_new_sink_starts_both_files_anew(tmp_path):
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 2}]
 
 
+def test_a_launch_that_fails_before_its_first_step_leaves_no_run_in_the_folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    Reporter([JsonlSink(tmp_path)]).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_null_and_warned_of_once(tmp_path, caplog, value):
     with Reporter([JsonlSink(tmp_path)]) as reporter:
