@@ -3,6 +3,7 @@
 `prepare()` comes before the first import of megatron.core, in every process that uses it.
 """
 
+from megarlhf.device.arithmetic import matmul_float32
 from megarlhf.device.memory import empty_cache, memory_allocated_bytes, pinned, synchronize
 from megarlhf.device.setup import backend, current, is_prepared, prepare
 from megarlhf.device.world import join_world, launched_world_size, leave_world
@@ -15,6 +16,7 @@ __all__ = [
     "join_world",
     "launched_world_size",
     "leave_world",
+    "matmul_float32",
     "memory_allocated_bytes",
     "pinned",
     "prepare",

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarlhf import device
+
 CHUNK_TOKENS = 1024
 
 
@@ -31,7 +33,7 @@ class _Head(NamedTuple):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V/tp] float32, divided by the temperature; padded columns are -inf. Local."""
-        logits = torch.matmul(hidden, self.weight.t()).float().div_(self.temperature)
+        logits = device.matmul_float32(hidden, self.weight.t()).div_(self.temperature)
         logits[:, self.num_true :] = -torch.inf
         return logits
 
