@@ -8,7 +8,7 @@ Sections are merged over the defaults key by key. Numbers in scientific notation
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -205,14 +205,12 @@ def _suggestion(key: str, prefix: str, root: type) -> str:
     likely = same or difflib.get_close_matches(prefix + key, names, n=1, cutoff=0.7)
     if likely:
         return "did you mean " + " or ".join(_nearest_first(likely, prefix)) + "?"
-    return f"accepted here: {', '.join(siblings)}" if siblings else f"sections: {', '.join(_sections(root))}"
+    if siblings:
+        return f"accepted here: {', '.join(siblings)}"
+    return f"sections: {', '.join(setting.name for setting in settings_of(root))}"
 
 
 def _nearest_first(names: list[str], prefix: str) -> list[str]:
     section = prefix.partition(".")[0]
     near = [name for name in names if section and name.startswith(section + ".")]
     return (near or names)[:3]
-
-
-def _sections(root: type) -> Iterator[str]:
-    return (setting.name for setting in settings_of(root))
