@@ -105,5 +105,6 @@ def test_scores_and_their_gradients_equal_one_rank(name, head, request, alone):
         assert torch.allclose(found, expected, atol=1e-5)
         assert joined.keys() == whole.keys()
         for weight in whole:
-            size = whole[weight].shape[0]
-            assert torch.allclose(joined[weight][:size], whole[weight], atol=2e-5, rtol=1e-4), weight
+            size = whole[weight].shape[0]  # without the padded vocabulary rows
+            difference = (joined[weight][:size] - whole[weight]).norm() / whole[weight].norm()
+            assert difference < 1e-5, f"{weight} differs by {difference}"
