@@ -1,0 +1,117 @@
+"""`megarlhf generate`: the file it writes, in every layout, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megarlhf import cli, device
+from megarlhf.commands.generate import GenerateRun, main, require_valid, run_generate
+from megarlhf.errors import ConfigError, DataError
+from tests.distributed.pool import run_on_ranks
+from tests.tiny import write_llama
+
+ROWS = [
+    {"id": "first", "prompt": "Hello"},
+    {"id": 7, "messages": [{"role": "user", "content": "How are you?"}]},
+    {"prompt": "x"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("generate") / "tiny")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def run_here(folder, settings: GenerateRun) -> list[dict]:
+    rank, world_size = device.join_world()
+    run_generate(str(folder), settings, rank, world_size)
+    return read(settings.out)
+
+
+def read(path) -> list[dict]:
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def run_on_rank(rank: int, world_size: int, folder, settings: GenerateRun) -> str:
+    require_valid(str(folder), settings, world_size)
+    return run_generate(str(folder), settings, rank, world_size)
+
+
+def test_one_line_per_sample_with_the_prompts_ids(folder, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    rows = run_here(folder, GenerateRun(prompts=str(prompts), out=str(out), n=2, max_new_tokens=9))
+    assert [(row["id"], row["sample"]) for row in rows] == [(i, s) for i in ("first", 7, 2) for s in (0, 1)]
+    for row in rows:
+        assert list(row) == ["id", "sample", "response", "token_ids", "logprobs", "finish_reason"]
+        assert len(row["token_ids"]) == len(row["logprobs"]) <= 9 and max(row["logprobs"]) <= 0
+        assert row["finish_reason"] == ("stop" if row["token_ids"][-1] == 0 else "length")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+def test_greedy_response_is_that_of_transformers(folder, prompts, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "out.jsonl"), temperature=0, max_new_tokens=10)
+    found = run_here(folder, settings)[0]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer("Hello", return_tensors="pt")["input_ids"]
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=1
+    )[0, ids.shape[1] :]
+    assert found["token_ids"] == expected.tolist()
+    assert found["response"] == tokenizer.decode(expected, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=["tp2", "pp2", "dp2"])
+def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
+    one = run_here(folder, GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), n=2, max_new_tokens=9))
+    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "two"), n=2, max_new_tokens=9, **layout)
+    reports = run_on_ranks(2, run_on_rank, folder, settings)
+    assert "6 responses" in reports[0] and "0 near ties" in reports[0]
+    for alone, shared in zip(one, read(settings.out), strict=True):
+        assert shared == alone | {"logprobs": pytest.approx(alone["logprobs"], abs=1e-4)}
+
+
+def test_everything_wrong_is_told_at_once(folder, tmp_path):
+    flags = f"--prompts p --out {tmp_path}/no/out --n 0 --temperature -1 --top_p 2 --tp 3 --pp 5".split()
+    with pytest.raises(ConfigError) as error:
+        main([str(folder), *flags])
+    text = str(error.value)
+    for words in ("--out: folder", "--n 0", "--temperature -1.0", "--top_p 2.0", "tp 3", "torchrun --nproc-per-node 15"):
+        assert words in text
+    assert "--prompts" not in text
+
+
+def test_missing_arguments_are_named():
+    with pytest.raises(ConfigError, match="MODEL_DIR(.|\n)*--prompts(.|\n)*--out"):
+        main([])
+    with pytest.raises(ConfigError, match="temperature"):
+        main(["folder", "--temprature", "1"])
+
+
+def test_a_prompt_beyond_the_models_context_is_an_error(folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 120}))
+    with pytest.raises(DataError, match="row 0: 120 tokens"):
+        run_here(folder, GenerateRun(prompts=str(path), out=str(tmp_path / "out"), max_new_tokens=9))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_runs_it(folder, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    words = ["generate", str(folder), "--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max_new_tokens", "4"]
+    result = subprocess.run([sys.executable, "-m", "megarlhf", *words], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "3 responses" in result.stdout and len(read(out)) == 3
+    assert cli.main(["generate", str(folder), "--prompts", str(prompts), "--out", str(out), "--tp", "2"]) == 2
