@@ -5,6 +5,8 @@ import sys
 
 import torch
 
+from megarlhf.device import cpu, megatron
+
 _prepared: list[bool] = []
 """Holds one item once the process is prepared (a list, so that no function rebinds a module's name)."""
 
@@ -22,20 +24,17 @@ def prepare() -> None:
     """
     if is_prepared():
         return
-    import transformers  # noqa: F401  (its import evaluates annotations such as torch.cuda.Stream | None)
-
     # Megatron's order of communication and computation under sequence parallelism relies on it; read when CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
-    else:
-        if "megatron.core" in sys.modules:
-            raise RuntimeError("megatron.core was imported before megarlhf.device.prepare(); call prepare() first")
-        from megarlhf.device import cpu
+    has_no_gpu = not torch.cuda.is_available()
+    if has_no_gpu and "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before megarlhf.device.prepare(); call prepare() first")
+    import transformers  # noqa: F401  (its import evaluates annotations such as torch.cuda.Stream | None)
 
+    if has_no_gpu:
         cpu.apply()
-    from megarlhf.device import megatron
-
+    else:
+        torch.cuda.set_device(local_rank())
     megatron.quieten()
     _prepared.append(True)
 

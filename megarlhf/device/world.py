@@ -19,7 +19,7 @@ def join_world(timeout_s: float = 600) -> tuple[int, int]:
     the world is this process alone. Raises ConfigError, naming the launch command, when only some are set.
     """
     if not dist.is_initialized():
-        rank, world_size, store = _place_in_world()
+        rank, world_size, store = place_in_world()
         device = {"device_id": current()} if has_gpu() else {}
         dist.init_process_group(
             backend(), rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_s), **device
@@ -29,7 +29,7 @@ def join_world(timeout_s: float = 600) -> tuple[int, int]:
 
 def launched_world_size() -> int:
     """Ranks that the launcher started, without joining them; 1 without a launcher. Raises ConfigError as `join_world`."""
-    return _place_in_world()[1]
+    return place_in_world()[1]
 
 
 def leave_world() -> None:
@@ -38,7 +38,7 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def _place_in_world() -> tuple[int, int, dist.Store | None]:
+def place_in_world() -> tuple[int, int, dist.Store | None]:
     """(rank, world size, store) from the environment; a store of its own for a single process, so no port is opened."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 1, dist.HashStore()

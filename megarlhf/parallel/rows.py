@@ -60,7 +60,9 @@ def _all_gather_ragged(
 ) -> list[torch.Tensor]:
     """Each rank's values joined, on every rank, as CPU tensors of `totals` elements. Collective over `group`."""
     padded = torch.zeros(max(totals), dtype=dtype, device=device.current())
-    mine = torch.cat([torch.zeros(0, dtype=dtype, device=padded.device), *(value.to(padded.device) for value in values)])
+    mine = torch.cat(
+        [torch.zeros(0, dtype=dtype, device=padded.device), *(value.to(padded.device) for value in values)]
+    )
     padded[: len(mine)] = mine
     everyone = [torch.empty_like(padded) for _ in totals]
     dist.all_gather(everyone, padded, group=group)

@@ -36,7 +36,9 @@ def test_groups_are_those_megatron_core_would_make(layout, world_size, axis):
     from megatron.core.parallel_state import RankGenerator
 
     sizes = {"tp": layout.tp, "ep": 1, "dp": layout.dp(world_size), "pp": layout.pp, "cp": layout.cp}
-    theirs = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-pp" if axis == "mp" else axis.replace("_", "-"))
+    theirs = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks(
+        "tp-pp" if axis == "mp" else axis.replace("_", "-")
+    )
     assert sorted(Grid(layout, world_size).groups(axis)) == sorted(theirs)
 
 

@@ -1,0 +1,44 @@
+"""Joining the world: alone without a launcher, and told what to do when the environment is half-set."""
+
+import pytest
+import torch.distributed as dist
+
+from megarlhf import device
+from megarlhf.device.world import place_in_world
+from megarlhf.errors import ConfigError
+from tests.distributed.pool import run_on_ranks
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_joining_twice_is_joining_once(single_rank):
+    assert single_rank == (0, 1) == device.join_world()
+    assert dist.get_backend() == device.backend()
+
+
+def test_half_an_environment_is_an_error_that_names_the_launch_command(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert place_in_world()[:2] == (0, 1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(
+        ConfigError, match="RANK set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing; launch with `torchrun"
+    ):
+        place_in_world()
+
+
+def test_a_rank_that_is_no_number_is_an_error(monkeypatch):
+    for name, value in zip(LAUNCHER, ("one", "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="RANK is 'one', a whole number is needed"):
+        place_in_world()
+    monkeypatch.setenv("RANK", "1")
+    assert place_in_world() == (1, 2, None)
+
+
+def place(rank: int, world_size: int) -> tuple[int, int]:
+    return device.join_world()
+
+
+def test_launched_ranks_know_their_place():
+    assert run_on_ranks(2, place) == [(0, 2), (1, 2)]
