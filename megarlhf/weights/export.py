@@ -48,12 +48,13 @@ def export_model(
     path, group = Path(path), model.groups.world
     partial = path.parent / f".{path.name}.partial"
     is_writer = dist.get_rank(group) == WRITER
-    _on_writer(is_writer, lambda: _start(path, partial, replace), group)
-    files = _shards(_sizes(model), max_shard_bytes)
+    source, sizes = Path(source_folder), _sizes(model)
+    _on_writer(is_writer, lambda: _start(path, partial, source, sum(sizes.values()), replace), group)
+    files = _shards(sizes, max_shard_bytes)
     for file, names in files.items():
         tensors = _gathered(model, names, group, bucket_bytes)
         _on_writer(is_writer, lambda: _save(tensors, partial / file), group)  # noqa: B023
-    _on_writer(is_writer, lambda: _finish(model, files, Path(source_folder), partial, path), group)
+    _on_writer(is_writer, lambda: _finish(model, files, source, partial, path), group)
 
 
 def _on_writer(is_writer: bool, action: Callable[[], None], group: dist.ProcessGroup) -> None:
@@ -68,12 +69,20 @@ def _on_writer(is_writer: bool, action: Callable[[], None], group: dist.ProcessG
     raise_together(problem, group)
 
 
-def _start(path: Path, partial: Path, replace: bool) -> None:
+def _start(path: Path, partial: Path, source: Path, num_bytes: int, replace: bool) -> None:
+    """Everything that can be known to fail is found before the ranks send anything."""
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source}: no config.json to base the export's on; give the folder the model came from")
     if path.exists() and not replace and (path.is_file() or any(path.iterdir())):
         raise CheckpointError(f"{path}: is there already; export to a new folder, or remove this one first")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+    free = shutil.disk_usage(partial).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{path}: the export needs {num_bytes} bytes, {free} are free; make room or choose another disk"
+        )
 
 
 def _sizes(model: Model) -> dict[str, int]:

@@ -181,3 +181,11 @@ def test_a_place_that_cannot_be_written_stops_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
     messages = run_on_ranks(2, fail_on_rank, folder, tmp_path / "file" / "to")
     assert messages[0] == messages[1] and "export failed" in messages[0]
+
+
+def test_a_source_folder_without_config_is_found_before_anything_is_sent(tmp_path, groups):
+    folder = tiny.write_llama(tmp_path / "from")
+    model = build_model(Architecture.from_folder(folder), groups, head="vocabulary", dtype=torch.float32, seed=None)
+    with pytest.raises(CheckpointError, match="no config.json to base the export's on"):
+        export_model(model, tmp_path / "to", source_folder=tmp_path)
+    assert not (tmp_path / "to").exists()
