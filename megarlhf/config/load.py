@@ -195,16 +195,16 @@ def _unknown_flag(cls: type, flag: str) -> str:
 
 
 def _suggestion(key: str, prefix: str, root: type) -> str:
-    """The setting most likely meant: a sibling of a like name, else the same name elsewhere, else any like it."""
+    """The setting most likely meant: a sibling of a like name, else any like it, else the same name elsewhere."""
     names = list(dotted_names(root))
     siblings = [name[len(prefix) :] for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     if close:
         return f"did you mean {prefix}{close[0]}?"
     same = [name for name in names if name.rpartition(".")[2] == key]
-    likely = same or difflib.get_close_matches(prefix + key, names, n=1, cutoff=0.7)
+    likely = difflib.get_close_matches(prefix + key, names, n=1, cutoff=0.8) or _nearest_first(same, prefix)
     if likely:
-        return "did you mean " + " or ".join(_nearest_first(likely, prefix)) + "?"
+        return f"did you mean {' or '.join(likely)}?"
     if siblings:
         return f"accepted here: {', '.join(siblings)}"
     return f"sections: {', '.join(setting.name for setting in settings_of(root))}"

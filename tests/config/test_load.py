@@ -164,6 +164,8 @@ def test_flags_of_every_kind():
         ("--run.steps many", "--run.steps: expected a whole number, found text 'many'"),
         ("--run.steps", "--run.steps: expected a whole number, found nothing"),
         ("--run.steps 3 4", "--run.steps: expected a whole number, found 2 words: 3 4"),
+        ("--actr.model m", "did you mean actor.model?"),
+        ("--rollout.zzzz 2", "accepted here: batch_size, samples_per_prompt,"),
         ("--actor.train 2", "--actor.train: no such setting"),
         ("stray --run.steps 3", "'stray': expected a flag"),
     ],
