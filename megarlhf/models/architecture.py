@@ -6,7 +6,7 @@ layouts fit) is here too: it needs sizes only, neither torch nor weights.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Architecture:
     tied: bool
     rope: Rope
     num_labels: int = 0
-    initializer_range: float = 0.02
+    initializer_range: float = field(default=0.02, compare=False)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Architecture":
