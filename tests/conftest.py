@@ -1,4 +1,4 @@
-"""Every test process may import megatron.core: prepared once, one thread, a world of its own; ranks let go at the end."""
+"""Every test process may import megatron.core: prepared once, one thread, its own world; ranks let go at the end."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The only room that knows cuda from cpu: which device and backend, memory, and what lets megatron-core run without a GPU.
+"""The only room that knows cuda from cpu: device and backend, memory, and what lets megatron-core run without a GPU.
 
 `prepare()` comes before the first import of megatron.core, in every process that uses it.
 """

@@ -139,7 +139,7 @@ def _on_cpu(function: Callable) -> Callable:
 
 
 def patch_current_device() -> None:
-    """Assumed nearly everywhere (buffers, optimizer, schedules, rotary embedding): `device=torch.cuda.current_device()`."""
+    """Assumed nearly everywhere (buffers, optimizer, schedules): `device=torch.cuda.current_device()`."""
 
     def current_device() -> torch.device:
         return torch.device("cpu")

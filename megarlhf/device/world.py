@@ -28,7 +28,7 @@ def join_world(timeout_s: float = 600) -> tuple[int, int]:
 
 
 def launched_world_size() -> int:
-    """Ranks that the launcher started, without joining them; 1 without a launcher. Raises ConfigError as `join_world`."""
+    """Ranks that the launcher started, without joining them; 1 without one. Raises ConfigError as `join_world` does."""
     return place_in_world()[1]
 
 

@@ -1,4 +1,4 @@
-"""Ranks as a small array with one axis per kind of parallelism; every process group is one of its slices. Pure integers.
+"""Ranks as a small array with an axis per kind of parallelism; every process group is one of its slices. Pure integers.
 
 rank = tp + TP * (cp + CP * (dp + DP * pp)): tensor-parallel neighbours are adjacent, pipeline stages far apart.
 """

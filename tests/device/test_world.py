@@ -33,7 +33,7 @@ def test_a_rank_that_is_no_number_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match="RANK is 'one', a whole number is needed"):
         place_in_world()
     monkeypatch.setenv("RANK", "1")
-    assert place_in_world() == (1, 2, None)
+    assert place_in_world() == (1, 2, None) and device.launched_world_size() == 2
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:

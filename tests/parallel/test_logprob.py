@@ -76,7 +76,7 @@ def test_value_and_gradient_match_dense_on_two_ranks():
 
 
 def logp_of_logits(group, logits: list[float], target: int, padded: int, tp: int, rank: int, temperature: float = 1.0):
-    """logp, entropy and dlogp/dlogits [V] (this rank's part) for given logits: hidden is 1, the weight is the logits."""
+    """logp, entropy, dlogp/dlogits [V] (this rank's part) for given logits: hidden is 1, the weight is the logits."""
     from megarlhf.parallel.logprob import fused_logprob
 
     weight = torch.zeros(padded, 1)
