@@ -7,7 +7,7 @@ Messages are grouped into buckets: in one bucket no rank sends more than `bucket
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from megarlhf.config.layout import Layout
@@ -174,37 +174,46 @@ def _merged(one: Transfer, other: Transfer) -> Transfer | None:
 
 
 def _parts(transfer: Transfer, bucket_bytes: int) -> list[Transfer]:
-    """The transfer cut so that each part fits a bucket."""
-    boxes = split(transfer.target_box, max(1, bucket_bytes // ITEM_BYTES[transfer.dtype]))
+    """The transfer cut into parts of at most a quarter bucket, so that little of a bucket stays empty."""
+    boxes = split(transfer.target_box, max(1, bucket_bytes // 4 // ITEM_BYTES[transfer.dtype]))
     moved = [move(box, transfer.target_box, transfer.source_box) for box in boxes]
     return [replace(transfer, source_box=there, target_box=here) for there, here in zip(moved, boxes, strict=True)]
 
 
 def _buckets(remote: list[list[Transfer]], bucket_bytes: int) -> tuple[tuple[Message, ...], ...]:
-    """Each transfer in the first bucket, from where its two ranks have got to, that has room at both ends.
+    """Each transfer in the first bucket that has room at both of its ends.
 
     Receivers take turns, each beginning with another sender, so that all ends are busy from the first bucket on.
     """
-    filled: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    ends: dict[tuple[str, int], _End] = defaultdict(_End)
     buckets: dict[int, dict[tuple[int, int], list[Transfer]]] = defaultdict(lambda: defaultdict(list))
     for turn in zip_longest(*remote):
         for transfer in turn:
             if transfer is not None:
-                index = _place(filled, transfer, bucket_bytes)
+                sender, receiver = ends["send", transfer.source_rank], ends["receive", transfer.target_rank]
+                index = _place(sender, receiver, aligned(transfer.num_bytes), bucket_bytes)
                 buckets[index][transfer.source_rank, transfer.target_rank].append(transfer)
     return tuple(_messages(buckets[index]) for index in sorted(buckets))
 
 
-def _place(filled: dict[tuple[str, int], tuple[int, int]], transfer: Transfer, bucket_bytes: int) -> int:
-    """Index of the bucket for a transfer. `filled`: (end, rank) -> (bucket it has got to, bytes there); updated."""
-    size = aligned(transfer.num_bytes)
-    ends = (("send", transfer.source_rank), ("receive", transfer.target_rank))
-    index = max(filled[end][0] for end in ends)
-    if any(filled[end][0] == index and filled[end][1] + size > max(bucket_bytes, size) for end in ends):
+@dataclass
+class _End:
+    """How full the buckets are at one end (a rank as sender, or as receiver) while a plan is made."""
+
+    used: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    first_open: int = 0
+    """Buckets before this one are nearly full: not worth asking."""
+
+
+def _place(sender: _End, receiver: _End, size: int, bucket_bytes: int) -> int:
+    """Index of the bucket for `size` bytes between two ends, which are updated."""
+    index, limit = max(sender.first_open, receiver.first_open), max(bucket_bytes, size) - size
+    while sender.used[index] > limit or receiver.used[index] > limit:
         index += 1
-    for end in ends:
-        at, used = filled[end]
-        filled[end] = (index, size + (used if at == index else 0))
+    for end in (sender, receiver):
+        end.used[index] += size
+        while end.used[end.first_open] > bucket_bytes * 15 // 16:
+            end.first_open += 1
     return index
 
 

@@ -165,3 +165,18 @@ def test_a_plan_with_a_hole_or_a_double_is_found_out():
         validate(holed)
     with pytest.raises(AssertionError, match="both written"):
         validate(doubled)
+
+
+def test_a_70b_models_plan_is_balanced_and_bounded():
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    config = tiny_config(num_key_value_heads=8, head_dim=128, vocab_size=128256, **sizes)
+    plan = reshard_plan(
+        Architecture.from_hf(config), "vocabulary", Layout(tp=8, pp=4), Layout(tp=8), 32, dtype="bfloat16"
+    )
+    validate(plan)
+    share = 2 * 70.6e9 / 8
+    assert all(abs(received / (share * 3 / 4) - 1) < 0.05 for received in plan.bytes_received)
+    assert max(plan.bytes_sent) < 1.1 * max(plan.bytes_received)
+    assert plan.peak_extra_bytes <= 2 * plan.bucket_bytes
+    # Buckets are full: few more than the busiest end needs.
+    assert len(plan.buckets) < 1.15 * max(plan.bytes_sent) / plan.bucket_bytes
