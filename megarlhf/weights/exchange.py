@@ -5,7 +5,7 @@ The plan is made once; each run walks it. Beside the two models a rank holds at 
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Resharder:
             bucket_bytes,
             "bfloat16" if torch.bfloat16 in (source.dtype, target.dtype) else "float32",
         )
+        self.planned = ReshardReport(self.plan.bytes_moved, len(self.plan.messages), self.plan.peak_extra_bytes, 0.0)
         assert_same_parameters(self.plan.source[self.rank], source.named_parameters())
         assert_same_parameters(self.plan.target[self.rank], target.named_parameters())
 
@@ -66,9 +67,7 @@ class Resharder:
         exchange(self.plan, self.source.named_parameters(), self.target.named_parameters(), self.group, self.device)
         if is_checked:
             require_equal_weights(self.source, self.target, self.group)
-        return ReshardReport(
-            self.plan.bytes_moved, len(self.plan.messages), self.plan.peak_extra_bytes, time.perf_counter() - start
-        )
+        return replace(self.planned, duration_s=time.perf_counter() - start)
 
 
 @torch.no_grad()
