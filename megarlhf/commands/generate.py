@@ -20,7 +20,7 @@ class GenerateRun:
     """Settings of `megarlhf generate`. What is left of the launched ranks after tp * pp shares the prompts (dp)."""
 
     prompts: str = ""
-    """JSONL file: `{"id": ..., "prompt": text}` or `{"id": ..., "messages": [...]}` per line; id defaults to the row."""
+    """JSONL file: `{"id": ..., "prompt": text}` or `{"id": ..., "messages": [...]}` per line; default id: the row."""
     out: str = ""
     """JSONL file to write: one line per sample, with id, sample, response, token_ids, logprobs and finish_reason."""
     n: int = 1
@@ -96,13 +96,13 @@ def _launch_violations(settings: GenerateRun, world_size: int) -> list[str]:
     if world_size % ranks == 0:
         return []
     return [
-        f"--tp {settings.tp} --pp {settings.pp}: needs {ranks} ranks or a multiple, and there are {world_size}; launch with "
-        f"torchrun --nproc-per-node {ranks} -m megarlhf generate ..."
+        f"--tp {settings.tp} --pp {settings.pp}: needs {ranks} ranks or a multiple, and there are {world_size}; "
+        f"launch with torchrun --nproc-per-node {ranks} -m megarlhf generate ..."
     ]
 
 
 def run_generate(model_folder: str, settings: GenerateRun, rank: int, world_size: int) -> str:
-    """Generates and, on rank 0, writes the file; returns a line about it. Collective over the world, which is joined."""
+    """Generates, writes the file on rank 0, returns a line about it. Collective over the world, which is joined."""
     from megarlhf.config.settings import Data
     from megarlhf.data.prompts import read_prompts
     from megarlhf.data.tokenizer import Tokenizer

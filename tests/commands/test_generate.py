@@ -88,7 +88,14 @@ def test_everything_wrong_is_told_at_once(folder, tmp_path):
     with pytest.raises(ConfigError) as error:
         main([str(folder), *flags])
     text = str(error.value)
-    for words in ("--out: folder", "--n 0", "--temperature -1.0", "--top_p 2.0", "tp 3", "torchrun --nproc-per-node 15"):
+    for words in (
+        "--out: folder",
+        "--n 0",
+        "--temperature -1.0",
+        "--top_p 2.0",
+        "tp 3",
+        "torchrun --nproc-per-node 15",
+    ):
         assert words in text
     assert "--prompts" not in text
 
@@ -110,7 +117,18 @@ def test_a_prompt_beyond_the_models_context_is_an_error(folder, tmp_path):
 
 def test_the_command_line_runs_it(folder, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
-    words = ["generate", str(folder), "--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max_new_tokens", "4"]
+    words = [
+        "generate",
+        str(folder),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "4",
+    ]
     result = subprocess.run([sys.executable, "-m", "megarlhf", *words], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "3 responses" in result.stdout and len(read(out)) == 3

@@ -39,7 +39,8 @@ def test_noise_is_the_documented_hash():
     noise = gumbel(keys, torch.tensor([4, 1000]), torch.tensor([0, 1, 31999, 151935]))
     for b, (row, sample, position) in enumerate([(5, 0, 4), (2**40, 7, 1000)]):
         for m, token in enumerate([0, 1, 31999, 151935]):
-            assert float(noise[b, m]) == pytest.approx(hash_in_python(3, 17, row, sample, position, token), rel=1e-5, abs=1e-5)
+            expected = hash_in_python(3, 17, row, sample, position, token)
+            assert float(noise[b, m]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_noise_does_not_depend_on_batch_order_size_or_vocabulary_shard():
@@ -61,7 +62,8 @@ def test_every_part_of_the_key_matters():
 
 
 def test_uniform_numbers_pass_chi_square_and_kolmogorov_smirnov():
-    numbers = uniform(keys_of(rows=range(10), samples=[0] * 10), torch.zeros(10, dtype=torch.int64), torch.arange(20000))
+    keys = keys_of(rows=range(10), samples=[0] * 10)
+    numbers = uniform(keys, torch.zeros(10, dtype=torch.int64), torch.arange(20000))
     numbers = numbers.flatten()
     counts = torch.histc(numbers.float(), 200, 0, 1)
     expected = len(numbers) / 200
@@ -94,7 +96,8 @@ def test_rows_are_uncorrelated_over_the_vocabulary():
 
 
 def test_large_noise_keeps_the_tail_of_the_gumbel_distribution():
-    noise = gumbel(keys_of(rows=range(100), samples=[0] * 100), torch.zeros(100, dtype=torch.int64), torch.arange(20000))
+    keys = keys_of(rows=range(100), samples=[0] * 100)
+    noise = gumbel(keys, torch.zeros(100, dtype=torch.int64), torch.arange(20000))
     for threshold in (5.0, 8.0, 10.0):
         expected = noise.numel() * -math.expm1(-math.exp(-threshold))
         assert abs(int((noise > threshold).sum()) - expected) < 4 * math.sqrt(expected)

@@ -1,4 +1,4 @@
-"""Choosing a token: distribution, log-probs, top_k and top_p against plain loops, and vocabulary shards against none."""
+"""Choosing a token: distribution, log-probs, top_k and top_p against plain loops, vocabulary shards against none."""
 
 import math
 

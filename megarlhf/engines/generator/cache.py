@@ -29,7 +29,7 @@ class Cache:
         return self.blocks.numel() * self.blocks.element_size()
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Writes one token of each active slot: key and value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
+        """Writes a token of each active slot: key and value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
         rows = torch.arange(len(lengths), device=lengths.device)
         keys, values = self.blocks[layer]
         keys[rows, :, lengths] = key
@@ -41,7 +41,7 @@ class Cache:
         return keys[:num_active, :, :length], values[:num_active, :, :length]
 
     def fill(self, slots: torch.Tensor, prompts: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copies prefilled `blocks` [layers, 2, P, kv_groups/tp, L, head_dim], of prompt `prompts[i]`, to `slots[i]`."""
+        """Copies prefilled `blocks` [layers, 2, P, kv_groups/tp, L, head_dim] of prompt `prompts[i]` to `slots[i]`."""
         self.blocks[:, :, slots, :, : blocks.shape[4]] = blocks[:, :, prompts]
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -1,9 +1,7 @@
-"""Runs tokens through one stage's layers by calling the GPT's own submodules, with attention over the cache.
+"""Runs tokens through one stage's layers, step by step (see steps.py), with attention over the cache.
 
-Tokens are a flat stream [N]; hidden states are [N, 1, H], as in packed training. The layers' linear modules do the
-tensor-parallel communication, so any backend that offers `input_layernorm`, `self_attention.{linear_qkv, linear_proj}`,
-`pre_mlp_layernorm` and `mlp` works. Two kinds of pass differ in their attention only: prefill (whole prompts, causal)
-and decode (one token of each active slot against the cache).
+Tokens are a flat stream [N]; hidden states are [N, 1, H], as in packed training. The two kinds of pass differ in their
+attention only: prefill (whole prompts, causal) and decode (one token of each active slot against the cache).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megarlhf.engines.generator.cache import Cache
+from megarlhf.engines.generator.steps import Steps
 from megarlhf.models.build import Model
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,7 +33,7 @@ class Prefilled:
         return Prefilled(self.blocks[:, :, [prompt], :, :length], self.hidden[[prompt]])
 
 
-def prefill(model: Model, prompts: Sequence[Sequence[int]]) -> Prefilled:
+def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int]]) -> Prefilled:
     """Runs whole prompts, packed without padding. Collective over the model's tensor and pipeline groups."""
     device = next(model.chunks[0].parameters()).device
     lengths = [len(prompt) for prompt in prompts]
@@ -57,13 +56,15 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]]) -> Prefilled:
         )
         return context.transpose(1, 2).flatten(0, 1)[places].flatten(1)
 
-    hidden = _run_stage(model, tokens, positions, attend)
+    hidden = _run_stage(model, steps, tokens, positions, attend)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     blocks = torch.stack(layers) if layers else hidden.new_zeros(0, 2, len(prompts), 1, longest, 1)
     return Prefilled(blocks, hidden[ends])
 
 
-def decode(model: Model, cache: Cache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+def decode(
+    model: Model, steps: Sequence[Steps], cache: Cache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int
+) -> torch.Tensor:
     """Hidden states [A, 1, H] after one more token of each active slot; collective as `prefill`.
 
     `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
@@ -79,10 +80,12 @@ def decode(model: Model, cache: Cache, tokens: torch.Tensor, lengths: torch.Tens
         grouped = query.unflatten(1, (keys.shape[1], -1))
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1)
 
-    return _run_stage(model, tokens, lengths, attend)
+    return _run_stage(model, steps, tokens, lengths, attend)
 
 
-def _run_stage(model: Model, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+def _run_stage(
+    model: Model, steps: Sequence[Steps], tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+) -> torch.Tensor:
     """Embeds or receives, runs this stage's layers, sends or normalises: hidden states [N, 1, H]."""
     (chunk,) = model.chunks
     groups = model.groups
@@ -91,7 +94,7 @@ def _run_stage(model: Model, tokens: torch.Tensor, positions: torch.Tensor, atte
     else:
         hidden = torch.empty(len(tokens), 1, model.config.hidden_size, dtype=model.dtype, device=tokens.device)
         dist.recv(hidden, src=_neighbour(model, -1), group=groups.pp)
-    hidden = _run_layers(chunk, hidden, positions, attend)
+    hidden = _run_layers(steps, hidden, chunk.rotary(positions)[:, 0], attend)
     if groups.is_last_stage:
         return chunk.decoder.final_layernorm(hidden)
     dist.send(hidden.contiguous(), dst=_neighbour(model, 1), group=groups.pp)
@@ -102,25 +105,17 @@ def _neighbour(model: Model, offset: int) -> int:
     return dist.get_global_rank(model.groups.pp, model.groups.coordinates.pp + offset)
 
 
-def _run_layers(chunk: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    angles = chunk.rotary(positions)[:, 0]
+def _run_layers(steps: Sequence[Steps], hidden: torch.Tensor, angles: torch.Tensor, attend: Attend) -> torch.Tensor:
     cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-    for index, layer in enumerate(chunk.decoder.layers):
-        attention = layer.self_attention
-        query, key, value = attention.get_query_key_value_tensors(layer.input_layernorm(hidden), None)
+    for index, step in enumerate(steps):
+        query, key, value = step.heads(step.input_norm(hidden))
         query, key = _rotate(query[:, 0], cos, sin), _rotate(key[:, 0], cos, sin)
-        context = attend(index, query, key, value[:, 0])
-        hidden = _add(hidden, attention.linear_proj(context[:, None]))
-        hidden = _add(hidden, layer.mlp(layer.pre_mlp_layernorm(hidden)))
+        hidden = hidden + step.project(attend(index, query, key, value[:, 0])[:, None])
+        hidden = hidden + step.mlp(step.mlp_norm(hidden))
     return hidden
 
 
-def _add(hidden: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    branch, bias = output
-    return hidden + branch if bias is None else hidden + (branch + bias)
-
-
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [N, heads, D] by their tokens' angles [N, 1, D] (RoFormer, eq. 34, over halves instead of pairs)."""
+    """Rotates heads [N, heads, D] by their tokens' angles [N, 1, D] (RoFormer, eq. 34, in halves, not pairs)."""
     first, second = heads.chunk(2, -1)
     return heads * cos + torch.cat([-second, first], -1) * sin

@@ -11,13 +11,13 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.decode import Prefilled, decode, prefill
 from megarlhf.engines.generator.noise import row_keys
 from megarlhf.engines.generator.requests import Completion, Request, Sampling
 from megarlhf.engines.generator.sampler import Choice, Shard, choose
+from megarlhf.engines.generator.steps import head_map, layer_steps
 from megarlhf.models.build import Model
 
 _REFILL = 8
@@ -39,6 +39,8 @@ class Flight:
         """`max_slots` sequences at once; about `max_tokens` prompt tokens in one prefill."""
         self.num_prefilled_tokens = self.num_decode_passes = 0
         self._model, self._requests, self._sampling, self._max_tokens = model, requests, sampling, max_tokens
+        self._steps = layer_steps(model, sampling.max_new_tokens)
+        self._head = head_map(model, sampling.max_new_tokens) if model.groups.is_last_stage else None
         self._num_slots = min(max_slots, len(requests))
         longest = max(len(request.prompt_ids) for request in requests)
         self._cache = Cache(model, self._num_slots, longest + sampling.max_new_tokens)
@@ -66,7 +68,7 @@ class Flight:
         tokens, lengths = self._slots[:2, : self._num_active]
         self._longest += 1
         self.num_decode_passes += 1
-        hidden = decode(self._model, self._cache, tokens, lengths, self._longest)
+        hidden = decode(self._model, self._steps, self._cache, tokens, lengths, self._longest)
         lengths += 1
         return hidden
 
@@ -82,7 +84,7 @@ class Flight:
         if self._held is not None and groups[0].prompt == self._held_prompt:
             hidden.append(self._place(self._held, [groups.pop(0)]))
         for piece in self._pieces(groups):
-            prefilled = prefill(self._model, [group.prompt for group in piece])
+            prefilled = prefill(self._model, self._steps, [group.prompt for group in piece])
             self.num_prefilled_tokens += sum(len(group.prompt) for group in piece)
             hidden.append(self._place(prefilled, piece))
             self._held, self._held_prompt = prefilled, piece[-1].prompt
@@ -124,20 +126,17 @@ class Flight:
 
     def _choose(self, hidden: torch.Tensor) -> Choice:
         """The next token of every active slot, from hidden states [A, 1, H], on every rank of the model."""
-        groups = self._model.groups
-        if groups.is_last_stage:
-            weight = self._model.output_weight()
-            shard = Shard(
-                start=groups.coordinates.tp * len(weight),
-                width=len(weight),
-                vocab_size=self._model.architecture.vocab_size,
-                group=groups.tp,
-            )
+        choice = None
+        if self._head is not None:
             _, _, counts, keys, _ = self._slots[:, : self._num_active]
-            choice = choose(F.linear(hidden[:, 0], weight).float(), keys, counts, self._sampling, shard)
-        else:
-            choice = None
-        return choice if groups.layout.pp == 1 else _from_last_stage(choice, self._num_active, self._model)
+            logits = self._head(hidden[:, 0]).float()
+            choice = choose(logits, keys, counts, self._sampling, self._shard(logits.shape[1]))
+        is_alone = self._model.groups.layout.pp == 1
+        return choice if is_alone else _from_last_stage(choice, self._num_active, self._model)
+
+    def _shard(self, width: int) -> Shard:
+        groups, architecture = self._model.groups, self._model.architecture
+        return Shard(groups.coordinates.tp * width, width, architecture.vocab_size, groups.tp)
 
     def _advance(self, choice: Choice) -> None:
         """Notes the chosen tokens and vacates the slots of finished sequences."""
@@ -168,10 +167,10 @@ class Flight:
         tokens[*places] = torch.cat([choice.tokens for _, choice in self._log]).cpu()
         logps[*places] = torch.cat([choice.logps for _, choice in self._log]).cpu()
         near[*places] = torch.cat([choice.near_ties for _, choice in self._log]).cpu()
-        counts = (tokens >= 0).sum(1).tolist()
+        rows = zip(tokens, logps, near, (tokens >= 0).sum(1).tolist(), strict=True)
         return [
-            completion(row[:count].tolist(), row_logps[:count].tolist(), ties[:count].nonzero()[:, 0].tolist(), self._sampling)
-            for row, row_logps, ties, count in zip(tokens, logps, near, counts, strict=True)
+            completion(ids[:count].tolist(), scores[:count].tolist(), ties.nonzero()[:, 0].tolist(), self._sampling)
+            for ids, scores, ties, count in rows
         ]
 
     def _prompt_of(self, request: int) -> tuple[int, ...]:

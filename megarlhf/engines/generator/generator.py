@@ -34,7 +34,9 @@ class Generator:
         """`max_slots`: sequences decoded at once per data-parallel rank; `prefill_tokens`: prompt tokens per pass."""
         layout = model.groups.layout
         if layout.sp or layout.vp > 1 or layout.cp > 1:
-            raise LayoutError(f"layout {layout} cannot generate: one token a step has no sequence to cut; use tp and pp only")
+            raise LayoutError(
+                f"layout {layout} cannot generate: a token a step has no sequence to cut; use tp and pp only"
+            )
         assert model.head == "vocabulary" and max_slots > 0 and prefill_tokens > 0, "a language model and some room"
         self.model = model
         self.max_slots = max_slots
@@ -54,7 +56,8 @@ class Generator:
         """
         _require_fit(requests, sampling, self.model)
         groups = self.model.groups
-        mine = share_requests(requests, sampling.max_new_tokens, groups.layout.dp(groups.world_size))[groups.coordinates.dp]
+        dp = groups.layout.dp(groups.world_size)
+        mine = share_requests(requests, sampling.max_new_tokens, dp)[groups.coordinates.dp]
         completions, prefilled, passes = self._fly([requests[i] for i in mine], sampling)
         everything = _gather(mine, completions, len(requests), sampling, self.model)
         self.report = GenerationReport(
@@ -123,8 +126,8 @@ def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) 
         prompt = request.prompt_ids
         if not 0 < len(prompt) <= room:
             raise DataError(
-                f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
-                f"fit the model's {architecture.max_positions} positions; use prompts of 1 to {max(room, 0)} tokens"
+                f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
+                f"do not fit the model's {architecture.max_positions} positions; give 1 to {max(room, 0)} tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < architecture.vocab_size:
             raise DataError(

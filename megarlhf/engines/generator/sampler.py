@@ -3,8 +3,8 @@
 Plain sampling and greedy never gather logits: each rank finds its two best scores (logits / temperature plus noise) and
 its share of the normaliser, and one small all-gather decides. top_k and top_p gather candidates.
 
-A token is a near tie when rounding could have changed it: its two best scores are within 1e-3, or a token within 1e-3 of
-the top_k or top_p boundary (in logits, in probability) has a score that wins, or would win if it were kept.
+A token is a near tie when rounding could have changed it: its two best scores are within 1e-3, or a token within 1e-3
+of the top_k or top_p boundary (in logits, in probability) has a score that wins, or would win if it were kept.
 """
 
 from dataclasses import dataclass
