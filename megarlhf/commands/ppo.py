@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     device.prepare()
     from megarlhf.loop.preflight import preflight
 
-    violations = preflight(settings, world_size)
+    violations = preflight(settings, world_size, " ".join(["ppo", *argv]))
     if violations:
         _record_refusal(Path(settings.run.dir), violations)
         raise ConfigError(violations)

@@ -86,7 +86,7 @@ class Learner:
         self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self.max_skipped:
             raise TrainingError(
-                f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); nothing was "
+                f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); none was "
                 "applied. Lower the learning rate, or look at the samples and scores of this step"
             )
         return Update(metrics, norm, applied)

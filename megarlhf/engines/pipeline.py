@@ -47,10 +47,8 @@ def micro_batches(experience: Experience, layout: Layout, dp: int, dp_rank: int,
     """This data-parallel rank's share of `experience`, packed to at most `max_tokens` tokens each."""
     plan = plan_rows(experience.lengths.tolist(), dp, max_tokens)[dp_rank]
     multiple = layout.tp if layout.sp else 1
-    return [
-        MicroBatch(tuple(rows), (pack_rows(experience, rows, multiple) if rows else _filler(multiple)).to(device.current()))
-        for rows in plan
-    ]
+    packed = [pack_rows(experience, rows, multiple) if rows else _filler(multiple) for rows in plan]
+    return [MicroBatch(tuple(rows), stream.to(device.current())) for rows, stream in zip(plan, packed, strict=True)]
 
 
 def _filler(num_tokens: int) -> PackedRows:

@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a device, a process group or a weight is touched, in one list."""
 
+from functools import partial
 from pathlib import Path
 
 from megarlhf.config.check import violations as setting_violations
@@ -10,9 +11,12 @@ from megarlhf.models.architecture import Architecture, layout_violations
 from megarlhf.rewards.functions import resolve
 
 
-def preflight(settings: PPORun, world_size: int) -> list[str]:
-    """Violations of the settings, a sentence each; an empty list lets the run begin."""
-    found = setting_violations(settings, world_size)
+def preflight(settings: PPORun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
+    """Violations of the settings, a sentence each; an empty list lets the run begin.
+
+    `command` completes the launch command that is suggested when the number of ranks is wrong.
+    """
+    found = setting_violations(settings, world_size, command)
     if not settings.actor.model:
         return found
     cast = roles(settings)
@@ -31,12 +35,13 @@ def preflight(settings: PPORun, world_size: int) -> list[str]:
 def _head_violations(role: Role, architecture: Architecture) -> list[str]:
     if role.head == "vocabulary" and architecture.num_labels:
         return [
-            f"actor.model: {role.folder} is a SequenceClassification model, it cannot generate; give a causal language model"
+            f"actor.model: {role.folder} is a SequenceClassification model, it cannot generate; give a causal language "
+            "model"
         ]
     if role.name == "reward" and not architecture.num_labels:
         return [
-            f"reward.model: {role.folder} is a language model without a score head; give a SequenceClassification model "
-            "with one label"
+            f"reward.model: {role.folder} is a language model without a score head; give a SequenceClassification "
+            "model with one label"
         ]
     return []
 
@@ -45,7 +50,7 @@ def _reference_violations(settings: PPORun, models: dict[str, Architecture]) -> 
     if not settings.reference.model or "actor" not in models:
         return []
     found: list[str] = []
-    reference = attempt(lambda: Architecture.from_folder(settings.reference.model), found, "reference.model")
+    reference = attempt(partial(Architecture.from_folder, settings.reference.model), found, "reference.model")
     if reference is not None and reference != models["actor"]:
         found.append(
             f"reference.model: {settings.reference.model} is of another architecture than actor.model; the reference "
@@ -60,7 +65,7 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
     tokenizers = {}
     for folder in dict.fromkeys(role.folder for role in cast.values()):
         if folder == cast["actor"].folder or (Path(folder) / "tokenizer_config.json").exists():
-            tokenizers[folder] = attempt(lambda: Tokenizer(folder), found, "actor.model")
+            tokenizers[folder] = attempt(partial(Tokenizer, folder), found, "actor.model")
     actor = tokenizers.get(cast["actor"].folder)
     if actor is not None and "actor" in models and actor.vocab_size > models["actor"].vocab_size:
         found.append(
@@ -85,8 +90,9 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
 def _length_violations(settings: PPORun, models: dict[str, Architecture]) -> list[str]:
     longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
     return [
-        f"{name}.model: sequences of up to {longest} tokens (data.max_prompt_tokens {settings.data.max_prompt_tokens} + "
-        f"rollout.max_new_tokens {settings.rollout.max_new_tokens}) exceed its {model.max_positions} positions; lower one"
+        f"{name}.model: sequences of up to {longest} tokens (data.max_prompt_tokens {settings.data.max_prompt_tokens} "
+        f"+ rollout.max_new_tokens {settings.rollout.max_new_tokens}) exceed its {model.max_positions} positions; "
+        "lower one"
         for name, model in models.items()
         if name != "generator" and longest > model.max_positions
     ]
@@ -95,7 +101,7 @@ def _length_violations(settings: PPORun, models: dict[str, Architecture]) -> lis
 def _reward_violations(settings: PPORun) -> list[str]:
     found: list[str] = []
     for spec in settings.reward.functions:
-        attempt(lambda: resolve(spec), found, "reward.functions")
+        attempt(partial(resolve, spec), found, "reward.functions")
     return found
 
 
@@ -106,7 +112,8 @@ def _file_violations(settings: PPORun) -> list[str]:
         found.append(f"data.prompts: {prompts.absolute()} is not a file; give a JSONL file of prompts")
     if (folder / "metrics.jsonl").exists() and not settings.run.overwrite:
         found.append(
-            f"run.dir: {folder} already holds a run; choose another folder, or set run.overwrite to true to start afresh"
+            f"run.dir: {folder} already holds a run; choose another folder, or set run.overwrite to true to start "
+            "afresh"
         )
     if folder.exists() and not folder.is_dir():
         found.append(f"run.dir: {folder} is a file; choose a folder")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from megarlhf.config.layout import Layout
@@ -62,7 +63,7 @@ def architectures(found: dict[str, Role], violations: list[str]) -> dict[str, Ar
     for name, role in found.items():
         if role.folder not in by_folder:
             setting = f"{'actor' if name == 'generator' else name}.model"
-            by_folder[role.folder] = attempt(lambda: Architecture.from_folder(role.folder), violations, setting)
+            by_folder[role.folder] = attempt(partial(Architecture.from_folder, role.folder), violations, setting)
         architecture = by_folder[role.folder]
         if architecture is not None:
             result[name] = architecture

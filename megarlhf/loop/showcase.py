@@ -24,7 +24,8 @@ def compare(before: list[dict], after: list[dict], folder: Path) -> str:
     lines = []
     for old, new in zip(before, after, strict=True):
         lines += ["", f"  {_line(old['prompt'])}"]
-        lines += [f"    {name} {row['score']:+.3f}  {_line(row['response'])}" for name, row in (("before", old), ("after ", new))]
+        lines += [f"    before {old['score']:+.3f}  {_line(old['response'])}"]
+        lines += [f"    after  {new['score']:+.3f}  {_line(new['response'])}"]
     lines += [
         "",
         f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, status.json, tensorboard/)",

@@ -1,4 +1,4 @@
-"""Helpers for comparing engines across layouts: frozen batches, and local tensors brought back to Hugging Face names."""
+"""For comparing engines across layouts: frozen batches, and local tensors brought back to Hugging Face names."""
 
 import torch
 

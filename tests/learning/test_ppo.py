@@ -27,7 +27,10 @@ def settings(toy: Path, folder: Path) -> PPORun:
     """Actor trained as two stages and sampled as two copies; critic and reward model smaller, over two tensor ranks."""
     return PPORun(
         actor=Actor(
-            model=str(toy / "actor"), train=Layout(pp=2), optimizer=Optimizer(learning_rate=3e-3), micro_batch_tokens=128
+            model=str(toy / "actor"),
+            train=Layout(pp=2),
+            optimizer=Optimizer(learning_rate=3e-3),
+            micro_batch_tokens=128,
         ),
         critic=Critic(train=Layout(tp=2, sp=True), optimizer=Optimizer(learning_rate=3e-3), micro_batch_tokens=128),
         reward=Reward(model=str(toy / "reward"), train=Layout(tp=2)),

@@ -1,4 +1,4 @@
-"""A task that a random tiny model can learn in seconds: answer with tokens of a favoured set, as a reward model sees it.
+"""A task that a random tiny model learns in seconds: answer with tokens of a favoured set, as a reward model sees it.
 
 The reward model is trained here with transformers alone, on random sequences, to predict the share of favoured tokens
 in an answer. It is then used like any other: loaded from its folder, in its own layout.
