@@ -5,6 +5,7 @@ import re
 import warnings
 
 _WARNINGS = (
+    "Apex is not installed",
     "Transformer Engine and Apex are not installed",  # the choice of this project's CPU environments
     "full scope is deprecated",  # both: their own default of cuda_graph_scope / cuda_graph_modules
     "The .grad attribute of a Tensor that is not a leaf",  # both: their optimizer looks at every parameter's .grad
