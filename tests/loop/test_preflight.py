@@ -1,0 +1,116 @@
+"""Everything that is wrong is told before anything is loaded, in one list, with the setting's name and a next move."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarlhf.config.layout import Layout
+from megarlhf.config.settings import Actor, Critic, Data, PPORun, Reference, Reward, Rollout, Run
+from megarlhf.loop.preflight import preflight
+from tests.tiny import write_llama
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("preflight")
+    write_llama(root / "actor", tied=True)
+    write_llama(root / "reward", num_labels=1)
+    write_llama(root / "wider", hidden_size=64)
+    write_llama(root / "other_words", num_labels=1, vocab_size=90)
+    (root / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    return root
+
+
+def good(models: Path, tmp_path: Path) -> PPORun:
+    return PPORun(
+        actor=Actor(model=str(models / "actor")),
+        reward=Reward(model=str(models / "reward")),
+        rollout=Rollout(batch_size=8, max_new_tokens=16),
+        data=Data(prompts=str(models / "prompts.jsonl"), max_prompt_tokens=16),
+        run=Run(dir=str(tmp_path / "run")),
+    )
+
+
+def test_good_settings_have_no_violation(models, tmp_path):
+    assert preflight(good(models, tmp_path), 1) == []
+
+
+CASES = {
+    "a language model as reward model": (
+        lambda root: {"reward": Reward(model=f"{root}/actor")},
+        "reward.model",
+        "SequenceClassification model with one label",
+    ),
+    "a reward model as actor": (
+        lambda root: {"actor": Actor(model=f"{root}/reward")},
+        "actor.model",
+        "causal language model",
+    ),
+    "a reference of other sizes": (
+        lambda root: {"reference": Reference(model=f"{root}/wider")},
+        "reference.model",
+        "same sizes",
+    ),
+    "a critic that reads other tokens": (
+        lambda root: {"critic": Critic(model=f"{root}/other_words")},
+        "critic.model",
+        "share a tokenizer",
+    ),
+    "tp that does not divide the heads": (
+        lambda root: {"actor": Actor(model=f"{root}/actor", train=Layout(tp=3))},
+        "actor.train: tp 3 does not divide 4 attention heads",
+        "choose 1, 2 or 4",
+    ),
+    "more stages than layers": (
+        lambda root: {"critic": Critic(train=Layout(pp=5))},
+        "critic.train",
+        "more than 4 layers",
+    ),
+    "sequences longer than the model's positions": (
+        lambda root: {"rollout": Rollout(batch_size=8, max_new_tokens=100_000)},
+        "rollout.max_new_tokens 100000",
+        "positions",
+    ),
+    "an unknown reward function": (
+        lambda root: {"reward": Reward(functions=("sentimnet",))},
+        "reward.functions",
+        "did you mean sentiment?",
+    ),
+    "no prompts": (
+        lambda root: {"data": Data(prompts=f"{root}/none.jsonl")},
+        "data.prompts",
+        "is not a file",
+    ),
+    "a folder without a model": (
+        lambda root: {"actor": Actor(model=f"{root}/nowhere")},
+        "actor.model",
+        "config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_violation_names_the_setting_and_the_next_move(case, models, tmp_path):
+    change, setting, advice = CASES[case]
+    found = preflight(replace(good(models, tmp_path), **change(models)), 60)
+    assert any(setting in line and advice in line for line in found), found
+
+
+def test_all_violations_come_at_once(models, tmp_path):
+    broken = replace(
+        good(models, tmp_path),
+        reward=Reward(model=str(models / "actor")),
+        data=Data(prompts=str(models / "none.jsonl")),
+        reference=Reference(model=str(models / "wider")),
+    )
+    found = "\n".join(preflight(broken, 1))
+    assert all(setting in found for setting in ("reward.model", "data.prompts", "reference.model"))
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_told_otherwise(models, tmp_path):
+    settings = good(models, tmp_path)
+    Path(settings.run.dir).mkdir()
+    (Path(settings.run.dir) / "metrics.jsonl").write_text("{}\n")
+    assert any("already holds a run" in line for line in preflight(settings, 1))
+    assert preflight(replace(settings, run=replace(settings.run, overwrite=True)), 1) == []
