@@ -96,13 +96,11 @@ class Learner:
 
         A data-parallel rank has only the shard that its optimizer steps, unless `complete_gradients`.
         """
-        groups = self.model.groups
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
             chunk.train()
         self._optimizer.zero_grad()
-        dp = groups.layout.dp(groups.grid.world_size)
-        batches = micro_batches(minibatch, groups.layout, dp, groups.coordinates.dp, self.max_tokens)
+        batches = micro_batches(minibatch, self.model.groups, self.max_tokens)
         denominator = float(max(1, minibatch.num_tokens))
         head = self._head(minibatch, denominator)
         outputs = run_pass(

@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megarlhf import device
-from megarlhf.config.layout import Layout
 from megarlhf.models.build import Model
 from megarlhf.models.forward import packed_forward
+from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import share
 from megarlhf.records.experience import Experience
 from megarlhf.records.packing import PackedRows, pack, pack_rows
@@ -30,25 +30,47 @@ class MicroBatch:
     packed: PackedRows
 
 
-def plan_rows(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_rows(
+    lengths: Sequence[int], dp: int, max_tokens: int, units: Sequence[Sequence[int]] | None = None
+) -> list[list[list[int]]]:
     """Rows by data-parallel rank and micro-batch, each list equally long: short ranks get empty micro-batches.
 
-    Every rank computes the same plan from all lengths (tokens per row), so no collective is needed and no rank
-    waits for a micro-batch that its neighbour does not have.
+    The rows of one of `units` stay in one micro-batch (each row is its own unit by default). Every rank computes the
+    same plan from all lengths (tokens per row), so no collective is needed and no rank waits for a micro-batch that its
+    neighbour does not have.
     """
+    units = [[row] for row in range(len(lengths))] if units is None else units
+    sizes = [sum(lengths[row] for row in unit) for unit in units]
     plan = []
-    for rows in share(lengths, dp):
-        plan.append([[rows[i] for i in bin] for bin in pack([lengths[row] for row in rows], max_tokens)])
+    for mine in share(sizes, dp):
+        bins = pack([sizes[unit] for unit in mine], max_tokens)
+        plan.append([[row for i in bin for row in units[mine[i]]] for bin in bins])
     longest = max(len(bins) for bins in plan)
     return [bins + [[]] * (longest - len(bins)) for bins in plan]
 
 
-def micro_batches(experience: Experience, layout: Layout, dp: int, dp_rank: int, max_tokens: int) -> list[MicroBatch]:
-    """This data-parallel rank's share of `experience`, packed to at most `max_tokens` tokens each."""
-    plan = plan_rows(experience.lengths.tolist(), dp, max_tokens)[dp_rank]
+def group_units(experience: Experience) -> list[list[int]]:
+    """Rows by prompt group, in the order in which groups first appear: siblings that a loss reads together."""
+    units: dict[int, list[int]] = {}
+    for row, group in enumerate(experience.group.tolist()):
+        units.setdefault(group, []).append(row)
+    return list(units.values())
+
+
+def micro_batches(
+    experience: Experience, groups: Groups, max_tokens: int, *, keeps_groups: bool = False
+) -> list[MicroBatch]:
+    """This rank's share of `experience` in its model's `groups`, packed to at most `max_tokens` tokens each.
+
+    With `keeps_groups` the siblings of a prompt are in one micro-batch, which may then be larger.
+    """
+    layout = groups.layout
+    units = group_units(experience) if keeps_groups else None
+    plan = plan_rows(experience.lengths.tolist(), layout.dp(groups.world_size), max_tokens, units)
     multiple = layout.tp if layout.sp else 1
-    packed = [pack_rows(experience, rows, multiple) if rows else _filler(multiple) for rows in plan]
-    return [MicroBatch(tuple(rows), stream.to(device.current())) for rows, stream in zip(plan, packed, strict=True)]
+    mine = plan[groups.coordinates.dp]
+    packed = [pack_rows(experience, rows, multiple) if rows else _filler(multiple) for rows in mine]
+    return [MicroBatch(tuple(rows), stream.to(device.current())) for rows, stream in zip(mine, packed, strict=True)]
 
 
 def _filler(num_tokens: int) -> PackedRows:

@@ -28,8 +28,7 @@ def score_rows(
     `head(hidden, micro_batch)` returns the values of its rows, flat and in row order; `counts[row]` says how many.
     """
     groups = model.groups
-    dp = groups.layout.dp(groups.grid.world_size)
-    batches = micro_batches(experience, groups.layout, dp, groups.coordinates.dp, max_tokens)
+    batches = micro_batches(experience, groups, max_tokens)
     modes = [chunk.training for chunk in model.chunks]
     for chunk in model.chunks:
         chunk.eval()
