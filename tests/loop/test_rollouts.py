@@ -1,0 +1,63 @@
+"""Rollouts come from the newest weights, keep the ids that were sampled, and never repeat their noise in a batch."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megarlhf.config.layout import Layout
+from megarlhf.config.settings import PPO, Actor, Data, Optimizer, PPORun, Reward, Rollout, Run
+from megarlhf.telemetry.report import Reporter
+from tests.distributed.pool import run_on_ranks
+from tests.learning.toy import write_actor, write_prompts
+
+
+def settings(root: Path) -> PPORun:
+    """A policy trained as two stages, sampled as two copies; 3 prompts for batches of 4, so that one comes twice."""
+    return PPORun(
+        actor=Actor(model=str(root / "actor"), train=Layout(pp=2), optimizer=Optimizer(learning_rate=1e-2)),
+        reward=Reward(functions=("length",)),
+        algorithm=PPO(num_epochs=1),
+        rollout=Rollout(batch_size=4, samples_per_prompt=2, max_new_tokens=6),
+        data=Data(prompts=str(root / "prompts.jsonl"), max_prompt_tokens=8),
+        run=Run(dir=str(root / "run"), steps=2),
+    )
+
+
+def one_step(rank: int, world_size: int, run_settings: PPORun):
+    """(batch of step 0, whether weights agree before and after an update and the sampling that follows it)."""
+    from megarlhf.loop.build import build_run
+    from megarlhf.weights.checksum import weight_checksums
+
+    run = build_run(run_settings, world_size, Reporter(()))
+    source, learner = run.source, run.learners["actor"]
+
+    def agree() -> bool:
+        checksums = partial(weight_checksums, dtype=torch.float32, group=learner.model.groups.world)
+        return checksums(learner.model) == checksums(source.generator.model)
+
+    first = batch = source.next_batch(0)
+    sampled_from_loaded = agree()
+    for scorer in run.scorers.values():
+        batch = scorer.annotate(batch)
+    batch = run.credit(batch)[0]
+    learner.update(next(iter(run.minibatches(batch, 0))))
+    is_stale = not agree()
+    source.next_batch(1)
+    gap = (batch.logp_start - batch.logp_rollout)[batch.mask].abs().max()
+    return first, sampled_from_loaded, is_stale, agree(), float(gap)
+
+
+def test_weights_are_brought_up_to_date_before_every_sampling(tmp_path):
+    write_actor(tmp_path / "actor")
+    write_prompts(tmp_path / "prompts.jsonl", count=3)
+    ranks = run_on_ranks(2, one_step, settings(tmp_path))
+    for batch, sampled_from_loaded, is_stale, is_fresh, gap in ranks:
+        assert sampled_from_loaded and is_stale and is_fresh
+        assert gap < 1e-4
+        assert torch.equal(batch.tokens, ranks[0][0].tokens), "ranks hold different batches"
+    batch = ranks[0][0]
+    assert batch.row_id.tolist()[0::2] == batch.row_id.tolist()[1::2], "siblings are consecutive rows"
+    assert batch.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    rows = [tuple(row[start:].tolist()) for row, start in zip(batch.tokens, batch.prompt_lengths, strict=True)]
+    assert len(set(rows)) == len(rows), "a prompt that is used twice in a batch repeated its noise"
