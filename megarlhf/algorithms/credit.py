@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.algorithms.divergence import ESTIMATORS
-from megarlhf.config.settings import PPO
+from megarlhf.algorithms.state import AlgorithmState, with_observed_kl
+from megarlhf.config.algorithms import PPO
 from megarlhf.records import Experience
 
 _VARIANCE_EPSILON = 1e-8
@@ -107,14 +108,17 @@ def minibatch_advantages(minibatch: Experience, settings: PPO) -> Experience:
     return minibatch.replace(advantage=whiten(minibatch.advantage, minibatch.mask))
 
 
-def ppo_credit(experience: Experience, settings: PPO, kl_coef: float) -> tuple[Experience, dict[str, float]]:
+def ppo_credit(
+    experience: Experience, settings: PPO, state: AlgorithmState
+) -> tuple[Experience, AlgorithmState, dict[str, float]]:
     """Fill reward, token_reward, advantage and target, and say what the step's rollouts were like.
 
     Targets are raw advantages plus the values at rollout; whitening comes after and touches the advantages only.
-    The metrics are documented at `_metrics`. Pure and the same on every rank that holds the same experience.
+    The KL coefficient is the state's; it moves for the next step. The metrics are documented at `_metrics`.
+    Pure and the same on every rank that holds the same experience.
     """
     experience.require(["logp_rollout", "logp_start", "logp_reference", "value", "score"])
-    mask = experience.mask
+    mask, kl_coef = experience.mask, state.kl.coefficient
     kl = ESTIMATORS[settings.kl_estimator](experience.logp_start, experience.logp_reference)
     kl = torch.where(mask, kl, 0.0)
     reward = shaped_reward(experience.score, experience.finished, settings)
@@ -126,12 +130,15 @@ def ppo_credit(experience: Experience, settings: PPO, kl_coef: float) -> tuple[E
     if settings.whiten_advantages == "batch":
         advantage = whiten(advantage, mask)
     filled = experience.replace(reward=reward, token_reward=token_reward, advantage=advantage, target=target)
-    return filled, metrics
+    if "objective/kl" in metrics:
+        state = with_observed_kl(state, metrics["objective/kl"], experience.num_rows)
+    return filled, state, metrics
 
 
 def _metrics(experience: Experience, kl: Tensor, reward: Tensor, kl_coef: float) -> dict[str, float]:
     """Of the rollouts, before any whitening. Rows without a sampled token count for the scores only.
 
+    objective/kl_coef           the coefficient that this step used
     objective/kl                mean over sequences of the summed KL, nats, by the estimator of the settings
     objective/scores            mean score as the reward gave it
     objective/non_score_reward  mean over sequences of the summed KL penalty
@@ -140,6 +147,7 @@ def _metrics(experience: Experience, kl: Tensor, reward: Tensor, kl_coef: float)
     rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats
     """
     metrics = {
+        "objective/kl_coef": kl_coef,
         "objective/scores": float(experience.score.mean()),
         "val/num_eos_tokens": float(experience.finished.sum()),
     }

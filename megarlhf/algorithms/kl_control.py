@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megarlhf.config.settings import PPO
+from megarlhf.config.algorithms import PPO
 from megarlhf.errors import ConfigError
 
 _MAX_ERROR = 0.2

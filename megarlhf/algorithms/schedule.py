@@ -2,7 +2,8 @@
 
 from math import cos, pi
 
-from megarlhf.config.settings import PPO, Optimizer
+from megarlhf.config.algorithms import PPO
+from megarlhf.config.settings import Optimizer
 
 
 def learning_rate(update: int, total: int, optimizer: Optimizer) -> float:

@@ -22,10 +22,11 @@ from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metrics_from_vectors
-from megarlhf.records.tokens import TokenBatch
+from megarlhf.records.packing import PackedRows
+from megarlhf.records.tokens import Denominators, Prediction, TokenBatch
 
-Loss = Callable[[torch.Tensor, TokenBatch, float], tuple[torch.Tensor, dict[str, Metric]]]
-"""(log-probs or values [N], the micro-batch's valid tokens, denominator) -> (loss, metrics)."""
+Loss = Callable[[Prediction, TokenBatch, Denominators], tuple[torch.Tensor, dict[str, Metric]]]
+"""(what the model says about the micro-batch's valid tokens, those tokens, denominators) -> (loss, metrics)."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,12 @@ class Learner:
         total_updates: int,
         max_tokens: int,
         temperature: float = 1.0,
+        with_entropy: bool = False,
         max_skipped: int = 3,
     ):
         """`model` holds its weights already: the optimizer copies them. `temperature` divides logits, never values.
+
+        `with_entropy` adds the entropy of each token's distribution to the predictions of a vocabulary head.
 
         `max_skipped` non-finite updates in a row raise TrainingError.
         """
@@ -61,6 +65,7 @@ class Learner:
         self.total_updates = total_updates
         self.max_tokens = max_tokens
         self.temperature = temperature
+        self.with_entropy = with_entropy
         self.max_skipped = max_skipped
         self.num_updates = 0
         self.num_skipped = 0
@@ -101,27 +106,28 @@ class Learner:
             chunk.train()
         self._optimizer.zero_grad()
         batches = micro_batches(minibatch, self.model.groups, self.max_tokens)
-        denominator = float(max(1, minibatch.num_tokens))
-        head = self._head(minibatch, denominator)
+        head = self._head(minibatch, Denominators.of(minibatch))
         outputs = run_pass(
             self.model, self._chunks, batches, head, train=True, complete_gradients=complete_gradients
         )
         return _reduce(outputs, self.model)
 
-    def _head(self, minibatch: Experience, denominator: float):
+    def _head(self, minibatch: Experience, denominators: Denominators):
         def head(hidden: torch.Tensor, batch: MicroBatch):
-            packed = batch.packed
-            if self.model.head == "value":
-                predicted = values(self.model, hidden, packed.logit_positions)
-            else:
-                predicted, _ = vocabulary_logprobs(
-                    self.model, hidden, packed.logit_positions, packed.targets, self.temperature, with_entropy=False
-                )
-            tokens = TokenBatch.from_experience(minibatch.select(list(batch.rows))).to(predicted.device)
-            loss, metrics = self.loss(predicted, tokens, denominator)
+            prediction = self._predict(hidden, batch.packed)
+            tokens = TokenBatch.from_experience(minibatch.select(list(batch.rows))).to(hidden.device)
+            loss, metrics = self.loss(prediction, tokens, denominators)
             return loss + 0.0 * hidden.sum(), metrics  # an empty micro-batch still sends gradients down the pipeline
 
         return head
+
+    def _predict(self, hidden: torch.Tensor, packed: PackedRows) -> Prediction:
+        if self.model.head == "value":
+            return Prediction(values(self.model, hidden, packed.logit_positions))
+        logp, entropy = vocabulary_logprobs(
+            self.model, hidden, packed.logit_positions, packed.targets, self.temperature, with_entropy=self.with_entropy
+        )
+        return Prediction(logp, entropy)
 
     @torch.no_grad()
     def _step(self) -> tuple[float, bool]:

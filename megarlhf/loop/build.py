@@ -8,7 +8,6 @@ import torch
 
 from megarlhf import device
 from megarlhf.algorithms.catalogue import PPO, Algorithm
-from megarlhf.algorithms.kl_control import kl_controller
 from megarlhf.algorithms.schedule import updates_per_step
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Optimizer, PPORun
@@ -80,7 +79,7 @@ def build_run(settings: PPORun, world_size: int, reporter: Reporter) -> Run:
         learners={"critic": critic, "actor": actor},
         reporter=reporter,
         spans=spans,
-        kl=kl_controller(settings.algorithm),
+        state=PPO.initial_state(settings.algorithm),
         folders={"actor": cast["actor"].folder, "critic": cast["critic"].folder},
     )
 
@@ -98,8 +97,8 @@ def _reference(settings: PPORun, actor: Model) -> Snapshot:
 def _learner(model: Model, algorithm: Algorithm, settings: PPORun, optimizer: Optimizer, max_tokens: int) -> Learner:
     loss = algorithm.critic_loss if model.head == "value" else algorithm.actor_loss
 
-    def with_settings(predicted, tokens, denominator):
-        return loss(predicted, tokens, settings.algorithm, denominator)
+    def with_settings(prediction, tokens, denominators):
+        return loss(prediction, tokens, settings.algorithm, denominators)
 
     return Learner(
         model,
@@ -108,6 +107,7 @@ def _learner(model: Model, algorithm: Algorithm, settings: PPORun, optimizer: Op
         total_updates=settings.run.steps * updates_per_step(settings.algorithm),
         max_tokens=max_tokens,
         temperature=settings.rollout.temperature,
+        with_entropy=algorithm.needs_entropy(settings.algorithm),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megarlhf.algorithms.catalogue import Algorithm
-from megarlhf.algorithms.kl_control import KLController
+from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.settings import PPORun
 from megarlhf.engines.learner import Learner, Update
 from megarlhf.loop.rollouts import Rollouts
@@ -39,7 +39,7 @@ class Run:
     learners: Mapping[str, Learner]
     reporter: Reporter
     spans: Spans
-    kl: KLController
+    state: AlgorithmState
     folders: Mapping[str, str]
     """Model folder that each learner started from: exports copy its tokenizer and config."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -58,15 +58,12 @@ class Run:
         return range(self.settings.run.steps)
 
     def credit(self, batch: Experience) -> tuple[Experience, dict[str, float]]:
-        """Advantages and targets under the current KL coefficient, which then moves for the next step."""
-        coefficient = self.kl.coefficient
-        batch, metrics = self.algorithm.credit(batch, self.settings.algorithm, coefficient)
-        if "objective/kl" in metrics:
-            self.kl = self.kl.update(metrics["objective/kl"], batch.num_rows)
+        """Advantages and targets under the current state, which then moves for the next step."""
+        batch, self.state, metrics = self.algorithm.credit(batch, self.settings.algorithm, self.state)
         entropy = batch.entropy[batch.mask]
         if len(entropy):
             metrics["objective/entropy"] = float(entropy.mean())
-        return batch, metrics | {"objective/kl_coef": coefficient}
+        return batch, metrics
 
     def minibatches(self, batch: Experience, step: int) -> Iterator[Experience]:
         """Every row once per epoch, in an order that depends on (seed, step, epoch) only."""

@@ -7,14 +7,16 @@ from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Maximum, Mean, Metric, Total, merge_metrics, metric_results
 from megarlhf.records.packing import PackedRows, in_input_order, pack, pack_rows
 from megarlhf.records.prompts import Prompt, Sample, siblings
-from megarlhf.records.tokens import TokenBatch
+from megarlhf.records.tokens import Denominators, Prediction, TokenBatch
 
 __all__ = [
+    "Denominators",
     "Experience",
     "Maximum",
     "Mean",
     "Metric",
     "PackedRows",
+    "Prediction",
     "Prompt",
     "Sample",
     "TokenBatch",

@@ -46,6 +46,8 @@ _FILLED_BY = {
     "token_reward": "credit",
     "advantage": "credit",
     "target": "credit",
+    "preference": "the corpus",
+    "margin": "the corpus",
 }
 
 
@@ -82,7 +84,12 @@ class Experience:
     value: Tensor | None = None
     """[B, T] float32: the critic's value before the token at t+1."""
     score: Tensor | None = None
-    """[B] float32: as the reward gave it."""
+    """[B] float32: as the reward gave it, or the one that an answer was given by hand."""
+    preference: Tensor | None = None
+    """[B] float32: larger is better within the group: 1 chosen and 0 rejected; minus the rank of K answers; of answers
+    judged alone, 1 desirable and 0 not."""
+    margin: Tensor | None = None
+    """[B] float32: by how much the chosen row should win; 0 on the others."""
     reward: Tensor | None = None
     """[B] float32: the score after clipping and penalties, paid at the last sampled token."""
     token_reward: Tensor | None = None

@@ -1,4 +1,7 @@
-"""The valid tokens of a micro-batch as flat vectors: what a loss reads. Padding does not exist here."""
+"""What a loss reads: the valid tokens of a micro-batch as flat vectors, what the model said about them, and counts.
+
+Padding does not exist here.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Self
@@ -16,6 +19,7 @@ _SOURCES = {
     "advantage": "advantage",
     "target": "target",
 }
+_ROW_FIELDS = ("preference", "margin", "score", "finished")
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,23 @@ class TokenBatch:
     """[N] float32."""
     target: Tensor | None = None
     """[N] float32."""
+    group: Tensor | None = None
+    """[R] int64, R = num_rows: group of each row, counted from 0 within the micro-batch."""
+    preference: Tensor | None = None
+    """[R] float32: larger is better within the group."""
+    margin: Tensor | None = None
+    """[R] float32: by how much the row should win."""
+    score: Tensor | None = None
+    """[R] float32: the reward's score, or the one that an answer was given by hand."""
+    finished: Tensor | None = None
+    """[R] bool: the response ended with a stop token."""
 
     def __post_init__(self) -> None:
-        for name in _SOURCES:
+        sizes = dict.fromkeys(_SOURCES, self.num_tokens) | dict.fromkeys(("group", *_ROW_FIELDS), self.num_rows)
+        for name, size in sizes.items():
             value = self.__dict__[name]
-            fits = value is None or value.shape == self.row.shape
-            assert fits, f"{name}: shape {list(value.shape)} instead of {list(self.row.shape)}"
+            fits = value is None or value.shape == (size,)
+            assert fits, f"{name}: shape {list(value.shape)} instead of [{size}]"
 
     @classmethod
     def from_experience(cls, experience: Experience) -> Self:
@@ -51,7 +66,9 @@ class TokenBatch:
         mask = experience.mask
         sources = {name: experience.__dict__[source] for name, source in _SOURCES.items()}
         flat = {name: None if value is None else value[mask] for name, value in sources.items()}
-        return cls(row=mask.nonzero()[:, 0], num_rows=experience.num_rows, **flat)
+        of_rows = {name: experience.__dict__[name] for name in _ROW_FIELDS}
+        group = experience.group.unique(return_inverse=True)[1]
+        return cls(row=mask.nonzero()[:, 0], num_rows=experience.num_rows, group=group, **flat, **of_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -61,3 +78,32 @@ class TokenBatch:
         """A copy on `device`."""
         values = {item.name: self.__dict__[item.name] for item in fields(self)}
         return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model in training says about N valid tokens; it carries the gradient."""
+
+    value: Tensor
+    """[N] float32: log-probs in nats (vocabulary head) or values (value head)."""
+    entropy: Tensor | None = None
+    """[N] float32, nats: of the distribution that the token was drawn from; only where the algorithm asks for it."""
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What a loss is divided by: counts of the *whole* global minibatch, over all micro-batches and ranks."""
+
+    tokens: float
+    """Valid tokens."""
+    rows: float
+    """Rows with a valid token."""
+    groups: float
+    """Groups with such a row."""
+
+    @classmethod
+    def of(cls, minibatch: Experience) -> Self:
+        """The counts of `minibatch`, which every rank holds whole."""
+        valid = minibatch.mask.any(dim=1)
+        groups = minibatch.group[valid].unique().numel()
+        return cls(float(minibatch.num_tokens), float(valid.sum()), float(groups))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megarlhf.records import Experience
+from megarlhf.records import Denominators, Experience
 
 
 def experience_of(mask: Tensor, **changes: Tensor) -> Experience:
@@ -29,3 +29,8 @@ def bools(*rows: list[int]) -> Tensor:
 
 def floats(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32)
+
+
+def whole(tokens: float, rows: float = 1.0, groups: float = 1.0) -> Denominators:
+    """Counts of a whole minibatch, given by hand."""
+    return Denominators(tokens, rows, groups)

@@ -18,6 +18,8 @@ from megarlhf.algorithms.credit import (
     token_rewards,
     whiten,
 )
+from megarlhf.algorithms.kl_control import FixedKL
+from megarlhf.algorithms.state import AlgorithmState, ppo_state
 from megarlhf.config.settings import PPO
 from tests.algorithms.batches import bools, experience_of, floats
 
@@ -26,6 +28,10 @@ VALUE = floats([0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 7, -7])
 MASK = bools([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])
 ADVANTAGE = floats([0.314536, 0.325744, 0.3552, 0.41, 0.5], [-0.64832, -0.706, -0.8, 0, 0])
 TARGET = floats([0.414536, 0.525744, 0.6552, 0.81, 1], [-0.14832, -0.306, -0.5, 0, 0])
+
+
+def at(kl_coef: float) -> AlgorithmState:
+    return AlgorithmState(kl=FixedKL(kl_coef))
 
 
 def close(found, expected, tolerance=1e-5):
@@ -111,14 +117,14 @@ def test_an_empty_response_is_paid_nowhere():
 def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
     mask = bools([0, 0, 0], [1, 1, 0])
     empty_row = experience_of(mask, score=torch.tensor([10.0, 1.0]), logp_start=torch.full((2, 3), 0.25))
-    both, metrics = ppo_credit(empty_row, PPO(), 0.1)
-    alone, alone_metrics = ppo_credit(empty_row.select([1]), PPO(), 0.1)
+    both, _, metrics = ppo_credit(empty_row, PPO(), at(0.1))
+    alone, _, alone_metrics = ppo_credit(empty_row.select([1]), PPO(), at(0.1))
     assert torch.equal(both.advantage[1:], alone.advantage) and not both.advantage[0].any()
     assert metrics["objective/scores"] == 5.5
     assert metrics["objective/kl"] == alone_metrics["objective/kl"] == 0.5
     assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"] == 1.0 - 0.1 * 0.5
-    _, nothing = ppo_credit(empty_row.select([0]), PPO(), 0.1)
-    assert nothing == {"objective/scores": 10.0, "val/num_eos_tokens": 1.0}
+    _, _, nothing = ppo_credit(empty_row.select([0]), PPO(), at(0.1))
+    assert nothing == {"objective/kl_coef": 0.1, "objective/scores": 10.0, "val/num_eos_tokens": 1.0}
 
 
 def test_scores_of_any_type_are_shaped_in_float32():
@@ -195,7 +201,7 @@ def test_ppo_credit_equals_a_slow_loop(estimator):
         reward_clip=1.0,
         whiten_advantages="none",
     )
-    filled, metrics = ppo_credit(batch, settings_, kl_coef=0.3)
+    filled, _, metrics = ppo_credit(batch, settings_, at(0.3))
     kl_sums, returns, gap = [], [], 0.0
     for b in range(4):
         valid = [t for t in range(6) if batch.mask[b, t]]
@@ -225,8 +231,8 @@ def test_ppo_credit_equals_a_slow_loop(estimator):
 
 def test_targets_do_not_change_when_advantages_are_whitened():
     batch = random_batch()
-    raw, _ = ppo_credit(batch, PPO(whiten_advantages="none"), 0.05)
-    white, _ = ppo_credit(batch, PPO(whiten_advantages="batch"), 0.05)
+    raw, _, _ = ppo_credit(batch, PPO(whiten_advantages="none"), at(0.05))
+    white, _, _ = ppo_credit(batch, PPO(whiten_advantages="batch"), at(0.05))
     assert torch.equal(raw.target, white.target)
     assert torch.equal(white.advantage, whiten(raw.advantage, batch.mask))
     close(raw.target, torch.where(batch.mask, raw.advantage + batch.value, 0.0), 1e-6)
@@ -234,7 +240,7 @@ def test_targets_do_not_change_when_advantages_are_whitened():
 
 def test_minibatch_whitening_uses_the_minibatch_alone():
     settings_ = PPO(whiten_advantages="minibatch")
-    filled, _ = ppo_credit(random_batch(), settings_, 0.05)
+    filled, _, _ = ppo_credit(random_batch(), settings_, at(0.05))
     part = minibatch_advantages(filled.select([1, 3]), settings_)
     valid = part.advantage[part.mask]
     assert abs(float(valid.mean())) < 1e-6 and abs(float(valid.var()) - 1.0) < 1e-5
@@ -244,8 +250,8 @@ def test_minibatch_whitening_uses_the_minibatch_alone():
 
 def test_reward_whitening_scales_what_gae_sees_and_not_what_is_reported():
     batch = random_batch()
-    plain, reported = ppo_credit(batch, PPO(), 0.05)
-    scaled, again = ppo_credit(batch, PPO(whiten_rewards=True), 0.05)
+    plain, _, reported = ppo_credit(batch, PPO(), at(0.05))
+    scaled, _, again = ppo_credit(batch, PPO(whiten_rewards=True), at(0.05))
     assert reported == again and torch.equal(plain.reward, scaled.reward)
     close(scaled.token_reward, whiten(plain.token_reward, batch.mask, keep_mean=True))
 
@@ -253,30 +259,38 @@ def test_reward_whitening_scales_what_gae_sees_and_not_what_is_reported():
 def test_credit_follows_its_rows_in_any_order():
     batch = random_batch()
     order = [2, 0, 3, 1]
-    filled, metrics = ppo_credit(batch, PPO(), 0.05)
-    permuted, permuted_metrics = ppo_credit(batch.select(order), PPO(), 0.05)
+    filled, _, metrics = ppo_credit(batch, PPO(), at(0.05))
+    permuted, _, permuted_metrics = ppo_credit(batch.select(order), PPO(), at(0.05))
     close(permuted.advantage, filled.select(order).advantage, 1e-6)
     assert metrics.keys() == permuted_metrics.keys()
 
 
 def test_the_penalty_lowers_the_reward_where_the_policy_is_likelier_than_the_reference():
     batch = experience_of(bools([1, 1]), logp_start=floats([-1.0, -1.0]), logp_reference=floats([-2.0, -0.5]))
-    filled, _ = ppo_credit(batch, PPO(), 0.1)
+    filled, _, _ = ppo_credit(batch, PPO(), at(0.1))
     close(filled.token_reward, [[-0.1, 0.05]])
 
 
 def test_what_lies_behind_the_mask_changes_nothing():
     """Sentinels such as log-prob 1 at padding, or NaN, reach neither advantages nor metrics."""
     batch = random_batch()
-    clean, clean_metrics = ppo_credit(batch, PPO(), 0.05)
+    clean, _, clean_metrics = ppo_credit(batch, PPO(), at(0.05))
     for sentinel in (1.0, float("nan"), -1e9):
         names = ("logp_start", "logp_rollout", "logp_reference", "value")
         dirty = {name: torch.where(batch.mask, batch.__dict__[name], sentinel) for name in names}
-        filled, metrics = ppo_credit(dataclasses.replace(batch, **dirty), PPO(), 0.05)
+        filled, _, metrics = ppo_credit(dataclasses.replace(batch, **dirty), PPO(), at(0.05))
         assert metrics == clean_metrics
         assert torch.equal(filled.advantage, clean.advantage) and torch.equal(filled.target, clean.target)
 
 
 def test_credit_asks_for_the_stages_it_needs():
     with pytest.raises(AssertionError, match="value .filled by the critic"):
-        ppo_credit(random_batch().replace(value=None), PPO(), 0.05)
+        ppo_credit(random_batch().replace(value=None), PPO(), at(0.05))
+
+
+def test_the_kl_coefficient_moves_for_the_next_step_by_the_kl_of_all_rows():
+    batch = experience_of(bools([1, 1], [1, 0]), logp_start=floats([1, 2], [3, 0]))
+    settings_ = PPO(kl_coef=0.1, kl_controller="adaptive", kl_target=2.0, kl_horizon=20)
+    _, state, metrics = ppo_credit(batch, settings_, ppo_state(settings_))
+    assert metrics["objective/kl"] == 3.0 and metrics["objective/kl_coef"] == 0.1
+    assert abs(state.kl.coefficient - 0.1 * (1 + 0.2 * 2 / 20)) < 1e-12

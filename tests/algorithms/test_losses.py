@@ -5,8 +5,8 @@ import torch
 
 from megarlhf.algorithms.losses import clipped_policy_loss, clipped_value_loss
 from megarlhf.config.settings import PPO
-from megarlhf.records import Experience, TokenBatch, merge_metrics, metric_results
-from tests.algorithms.batches import bools, experience_of, floats
+from megarlhf.records import Denominators, Experience, Prediction, TokenBatch, merge_metrics, metric_results
+from tests.algorithms.batches import bools, experience_of, floats, whole
 
 LOGP = floats([-1, -1, -2, -0.5, -1], [-1, -3, -1, 0, 0])
 OLD = floats([-1, -1.5, -1.5, -0.5, -2], [-1.2, -1, -1, 0, 0])
@@ -21,7 +21,7 @@ def policy_batch(mask=MASK, old=OLD, advantage=ADVANTAGE) -> Experience:
 def test_clipped_policy_loss_of_the_reference_batch():
     batch = policy_batch()
     tokens = TokenBatch.from_experience(batch)
-    loss, metrics = clipped_policy_loss(LOGP[MASK], tokens, PPO(), batch.num_tokens)
+    loss, metrics = clipped_policy_loss(Prediction(LOGP[MASK]), tokens, PPO(), Denominators.of(batch))
     results = metric_results(metrics)
     assert abs(float(loss) + 0.097715) < 1e-6 and abs(results["loss/policy_avg"] + 0.097715) < 1e-6
     assert results["policy/clipfrac_avg"] == 0.5
@@ -36,13 +36,13 @@ def test_each_token_of_the_reference_batch():
         only = torch.zeros(8)
         only[i] = ADVANTAGE[MASK][i]
         batch = policy_batch(bools([1] * 8), OLD[MASK][None], only[None])
-        loss, _ = clipped_policy_loss(LOGP[MASK], TokenBatch.from_experience(batch), PPO(), 1.0)
+        loss, _ = clipped_policy_loss(Prediction(LOGP[MASK]), TokenBatch.from_experience(batch), PPO(), whole(1.0))
         assert abs(float(loss) - wanted) < 1e-5
 
 
 def test_policy_gradient_is_minus_a_r_where_it_is_not_clipped_and_0_where_it_is():
     logp = LOGP[MASK].clone().requires_grad_()
-    loss, _ = clipped_policy_loss(logp, TokenBatch.from_experience(policy_batch()), PPO(), 1.0)
+    loss, _ = clipped_policy_loss(Prediction(logp), TokenBatch.from_experience(policy_batch()), PPO(), whole(1.0))
     loss.backward()
     ratio = (LOGP - OLD)[MASK].exp()
     clipped = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0]).bool()
@@ -55,13 +55,17 @@ def test_policy_gradient_is_minus_a_r_where_it_is_not_clipped_and_0_where_it_is(
 )
 def test_low_and_high_clip_are_separate(ratio, advantage, low, high, expected):
     tokens = TokenBatch.from_experience(policy_batch(bools([1]), floats([0]), floats([advantage])))
-    loss, _ = clipped_policy_loss(torch.tensor([ratio]).log(), tokens, PPO(clip_low=low, clip_high=high), 1.0)
+    loss, _ = clipped_policy_loss(
+        Prediction(torch.tensor([ratio]).log()), tokens, PPO(clip_low=low, clip_high=high), whole(1.0)
+    )
     assert abs(float(loss) - expected) < 1e-6
 
 
 def test_before_any_update_the_ratio_is_1_and_nothing_is_clipped():
     batch = policy_batch()
-    loss, metrics = clipped_policy_loss(OLD[MASK], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)
+    loss, metrics = clipped_policy_loss(
+        Prediction(OLD[MASK]), TokenBatch.from_experience(batch), PPO(), Denominators.of(batch)
+    )
     results = metric_results(metrics)
     assert results["val/ratio"] == 1.0 and results["policy/clipfrac_avg"] == results["policy/approxkl_avg"] == 0.0
     assert abs(float(loss) + float(ADVANTAGE[MASK].mean())) < 1e-6
@@ -91,23 +95,23 @@ def test_gradients_equal_finite_differences(loss, seed):
     point = torch.randn(6, generator=torch.Generator().manual_seed(seed + 100)) * 0.3
     point = (tokens.logp_old if loss is clipped_policy_loss else tokens.value) + point
     variable = point.clone().requires_grad_()
-    loss(variable, tokens, PPO(), 3.0)[0].backward()
-    slopes = finite_difference(lambda x: loss(x, tokens, PPO(), 3.0)[0], point)
+    loss(Prediction(variable), tokens, PPO(), whole(3.0))[0].backward()
+    slopes = finite_difference(lambda x: loss(Prediction(x), tokens, PPO(), whole(3.0))[0], point)
     torch.testing.assert_close(variable.grad, slopes, rtol=2e-2, atol=2e-3)
 
 
 def test_value_clipping_uses_the_value_at_rollout():
     tokens = TokenBatch.from_experience(experience_of(bools([1]), value=floats([5]), target=floats([10])))
-    loss, metrics = clipped_value_loss(torch.tensor([1.0]), tokens, PPO(value_clip=0.2), 1.0)
+    loss, metrics = clipped_value_loss(Prediction(torch.tensor([1.0])), tokens, PPO(value_clip=0.2), whole(1.0))
     assert float(loss) == 40.5 and metric_results(metrics)["val/clipfrac_avg"] == 0.0
-    clipped, metrics = clipped_value_loss(torch.tensor([9.0]), tokens, PPO(value_clip=0.2), 1.0)
+    clipped, metrics = clipped_value_loss(Prediction(torch.tensor([9.0])), tokens, PPO(value_clip=0.2), whole(1.0))
     assert abs(float(clipped) - 0.5 * 4.8**2) < 1e-5 and metric_results(metrics)["val/clipfrac_avg"] == 1.0
 
 
 def test_without_value_clipping_it_is_half_the_squared_error():
     tokens = TokenBatch.from_experience(experience_of(bools([1, 1]), value=floats([5, 0]), target=floats([10, 1])))
     value = torch.tensor([9.0, 4.0], requires_grad=True)
-    loss, metrics = clipped_value_loss(value, tokens, PPO(value_clip=0.0), 2.0)
+    loss, metrics = clipped_value_loss(Prediction(value), tokens, PPO(value_clip=0.0), whole(2.0))
     loss.backward()
     assert float(loss.detach()) == 2.5 and value.grad.tolist() == [-0.5, 1.5]
     assert metric_results(metrics) == {"loss/value_avg": 2.5}
@@ -121,7 +125,9 @@ def test_prompt_and_tool_tokens_get_exactly_no_gradient():
     targets = torch.randint(0, 11, (1, 7, 1), generator=generator)
     logp = logits.log_softmax(-1).gather(2, targets)[..., 0]
     batch = policy_batch(mask, logp.detach(), torch.randn(1, 7, generator=generator))
-    clipped_policy_loss(logp[mask], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)[0].backward()
+    clipped_policy_loss(Prediction(logp[mask]), TokenBatch.from_experience(batch), PPO(), Denominators.of(batch))[
+        0
+    ].backward()
     assert not logits.grad[~mask].any() and logits.grad[mask].any(dim=-1).all()
 
 
@@ -149,7 +155,9 @@ def test_the_token_mean_does_not_depend_on_the_split(split):
     total, parts = 0.0, []
     for rows in split:
         tokens = TokenBatch.from_experience(batch.select(rows))
-        loss, metrics = clipped_policy_loss(parameter.expand(tokens.num_tokens), tokens, PPO(), batch.num_tokens)
+        loss, metrics = clipped_policy_loss(
+            Prediction(parameter.expand(tokens.num_tokens)), tokens, PPO(), Denominators.of(batch)
+        )
         loss.backward()
         total += float(loss.detach())
         parts.append(metrics)
@@ -163,14 +171,16 @@ def test_the_denominator_honours_the_mask_that_the_numerator_honours():
     dropped = batch.replace(mask=batch.mask & (torch.arange(6) != 4)[:, None])
     tokens = TokenBatch.from_experience(dropped)
     assert dropped.num_tokens == 25
-    assert float(clipped_policy_loss(torch.zeros(25), tokens, PPO(), dropped.num_tokens)[0]) == 1.0
+    assert float(clipped_policy_loss(Prediction(torch.zeros(25)), tokens, PPO(), Denominators.of(dropped))[0]) == 1.0
 
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, clipped_value_loss])
 def test_an_all_masked_minibatch_has_no_loss_and_no_gradient(loss):
     batch = experience_of(bools([0, 0]), advantage=floats([1, 1]), target=floats([1, 1]))
     weight = torch.ones(2, requires_grad=True)
-    value, metrics = loss(weight[batch.mask[0]], TokenBatch.from_experience(batch), PPO(), batch.num_tokens)
+    value, metrics = loss(
+        Prediction(weight[batch.mask[0]]), TokenBatch.from_experience(batch), PPO(), Denominators.of(batch)
+    )
     value.backward()
     assert float(value.detach()) == 0.0 and weight.grad.tolist() == [0, 0] and metric_results(metrics) == {}
 
@@ -178,6 +188,6 @@ def test_an_all_masked_minibatch_has_no_loss_and_no_gradient(loss):
 def test_wrong_lengths_and_halves_are_refused():
     tokens = random_tokens(0)
     with pytest.raises(AssertionError, match=r"\[5\] values for \[6\] valid tokens"):
-        clipped_policy_loss(torch.zeros(5), tokens, PPO(), 1.0)
+        clipped_policy_loss(Prediction(torch.zeros(5)), tokens, PPO(), whole(1.0))
     with pytest.raises(AssertionError, match="float32, not torch.bfloat16"):
-        clipped_value_loss(torch.zeros(6, dtype=torch.bfloat16), tokens, PPO(), 1.0)
+        clipped_value_loss(Prediction(torch.zeros(6, dtype=torch.bfloat16)), tokens, PPO(), whole(1.0))

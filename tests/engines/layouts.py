@@ -3,6 +3,7 @@
 import torch
 
 from megarlhf.algorithms.credit import ppo_credit
+from megarlhf.algorithms.state import ppo_state
 from megarlhf.config.settings import PPO
 from megarlhf.records.experience import Experience, scatter_rows
 from megarlhf.weights.local_map import local_map
@@ -35,7 +36,7 @@ def frozen_batch(num_rows: int = 7, seed: int = 3) -> Experience:
         value=noise(1.0),
         score=torch.randn(num_rows, generator=generator),
     )
-    return ppo_credit(batch, PPO(), 0.05)[0]
+    return ppo_credit(batch, PPO(), ppo_state(PPO()))[0]
 
 
 def tensors_by_name(model, tensor_of) -> list[tuple[str, tuple, torch.Tensor]]:

@@ -19,8 +19,8 @@ def poisoned_updates(rank: int, world_size: int, folder: str):
     clean = learner.loss
     batch = frozen_batch(num_rows=6)
 
-    def poisoned(predicted, tokens, denominator):
-        loss, metrics = clean(predicted, tokens, denominator)
+    def poisoned(prediction, tokens, denominators):
+        loss, metrics = clean(prediction, tokens, denominators)
         return (loss * float("nan") if rank == 1 else loss), metrics
 
     def weights():

@@ -41,7 +41,7 @@ def build_learner(world_size: int, layout: Layout, folder: str, head: str, max_t
     loss = ALGORITHM.critic_loss if head == "value" else ALGORITHM.actor_loss
     return Learner(
         model,
-        lambda predicted, tokens, denominator: loss(predicted, tokens, PPO(), denominator),
+        lambda prediction, tokens, denominators: loss(prediction, tokens, PPO(), denominators),
         optimizer,
         total_updates=10,
         max_tokens=max_tokens,
