@@ -2,9 +2,11 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megarlhf.errors import RewardError
+from megarlhf.errors import ConfigError, RewardError
+
+Rule = Callable[[Sequence[str], Sequence[str], Sequence[dict]], list[float]]
 
 
 def sentiment(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
@@ -40,6 +42,31 @@ def pattern(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence
     patterns = _column("pattern", "pattern", metadata)
     pairs = zip(responses, patterns, strict=True)
     return [float(re.fullmatch(expression, response, re.DOTALL) is not None) for response, expression in pairs]
+
+
+def format_rule(expression: str) -> Rule:
+    """1 where `expression` matches the whole response (dots match newlines), else 0. Raises ConfigError."""
+    try:
+        compiled = re.compile(expression, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"reward.functions: format({expression}): not a regular expression: {error}") from error
+
+    def rule(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
+        return [float(compiled.fullmatch(response) is not None) for response in responses]
+
+    return rule
+
+
+def max_words_rule(limit: str) -> Rule:
+    """1 for responses of at most `limit` words, falling in a line to 0 at twice as many. Raises ConfigError."""
+    if not limit.isdigit() or int(limit) < 1:
+        raise ConfigError(f"reward.functions: max_words({limit}): give a whole number of words, 1 or more")
+    most = int(limit)
+
+    def rule(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
+        return [min(1.0, max(0.0, 2 - len(response.split()) / most)) for response in responses]
+
+    return rule
 
 
 def _column(function: str, key: str, metadata: Sequence[dict]) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 
 from megarlhf.errors import ConfigError, RewardError
 from megarlhf.rewards import builtin
+from megarlhf.rewards.maths import maths
 
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
 
@@ -25,25 +26,36 @@ BUILTIN: dict[str, RewardFunction] = {
     "length": builtin.length,
     "exact_match": builtin.exact_match,
     "pattern": builtin.pattern,
+    "maths": maths,
 }
+
+WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
+    "format": builtin.format_rule,
+    "max_words": builtin.max_words_rule,
+}
+"""Makers of functions whose spec is NAME(ARGUMENT)."""
 
 NEEDS = {"sentiment": "vaderSentiment"}
 """Packages that a builtin needs and megarlhf does not install. Each has the same name on PyPI."""
 
 
 def resolve(spec: str) -> RewardFunction:
-    """The reward function called `spec`: one of BUILTIN, or `module:function` importable from here.
+    """The reward function `spec`: one of BUILTIN, NAME(ARGUMENT) of WITH_ARGUMENT, or an importable `module:function`.
 
     Raises ConfigError when there is none, or when a package that it needs is missing.
     """
+    name, bracket, rest = spec.partition("(")
+    if bracket and name in WITH_ARGUMENT and rest.endswith(")"):
+        return WITH_ARGUMENT[name](rest[:-1])
     if ":" in spec:
         return _plug_in(spec)
     if spec not in BUILTIN:
-        close = difflib.get_close_matches(spec, BUILTIN, n=1)
+        known = [*BUILTIN, *(f"{name}(ARGUMENT)" for name in WITH_ARGUMENT)]
+        close = difflib.get_close_matches(spec, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"reward.functions: no reward function is called {spec!r}; {hint}accepted: {', '.join(BUILTIN)}, "
-            "or module:function for your own"
+            f"reward.functions: no reward function is called {spec!r}; {hint}accepted: {', '.join(known)}, "
+            "module:function for your own, or the http:// address of a server"
         )
     if spec in NEEDS:
         _require_package(spec, NEEDS[spec])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megarlhf.errors import RewardError
+from megarlhf.errors import ConfigError, RewardError
 from megarlhf.rewards import builtin
-from megarlhf.rewards.functions import BUILTIN, call_reward
+from megarlhf.rewards.functions import BUILTIN, call_reward, resolve
 
 
 def test_sentiment_likes_praise_and_not_blame():
@@ -34,3 +34,33 @@ def test_a_row_without_what_the_grader_reads_is_named(name, key):
     metadata = [{"id": "a", key: "x"}, {"id": "b", "other": 1}]
     with pytest.raises(RewardError, match=rf"needs a text under '{key}' .* row 'b' has the keys \['id', 'other'\]"):
         call_reward(BUILTIN[name], ["p", "p"], ["r", "r"], metadata, 5.0)
+
+
+def test_format_matches_the_whole_response():
+    rule = resolve(r"format(<think>.*</think>\s*\\boxed\{(\d+|x:y)\})")
+    responses = [
+        "<think>a\nb</think> \\boxed{7}",
+        "<think></think>\\boxed{x:y}",
+        "\\boxed{7}",
+        "a<think></think>\\boxed{7}",
+    ]
+    assert rule(["p"] * 4, responses, [{}] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_max_words_falls_in_a_line_beyond_the_limit():
+    rule = resolve("max_words(4)")
+    assert rule(["p"] * 5, ["", "a b c d", "a b c d e", "a b c d e f", "a " * 9], [{}] * 5) == [
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"), [("format((a)", "not a regular expression"), ("max_words(few)", "a whole number of words")]
+)
+def test_a_rule_with_a_wrong_argument_is_a_settings_error(spec, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(spec)
