@@ -36,6 +36,15 @@ class PromptOrder:
         offset = start - first_epoch * self.num_prompts
         return indices[offset : offset + self.batch_size]
 
+    def epochs(self, step: int) -> list[int]:
+        """The epoch, counted from 0, in which each entry of `batch(step)` is used."""
+        start = step * self.batch_size
+        return [position // self.num_prompts for position in range(start, start + self.batch_size)]
+
+    def steps_of(self, epochs: int) -> int:
+        """Whole batches in `epochs` epochs; batches run on over the ends of epochs. At least 1."""
+        return max(1, epochs * self.num_prompts // self.batch_size)
+
     def _epoch(self, epoch: int) -> list[int]:
         indices = list(range(self.num_prompts))
         if self.shuffle:

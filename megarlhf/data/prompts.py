@@ -1,35 +1,20 @@
-"""Prompts from a JSONL file: one `{"prompt": text}` or `{"messages": [...]}` a line, checked before a run starts.
+"""Prompts from a data set: one `{"prompt": text}` or `{"messages": [...]}` a row, checked before a run starts.
 
 `id` is optional (a text or a whole number, unique; the row number when absent); every other key is metadata, handed as
-it is to the reward functions. Blank lines are skipped and do not count as rows; a UTF-8 byte-order mark and CRLF line
-ends are accepted. Nothing else is mended: every bad line is an error that names file and line, and all are reported at
-once. Rows are dropped only when `data.too_long` says so, and their number is logged.
+it is to the reward functions. Formats and blank lines are those of files.py: every bad row is reported, none is mended.
+Rows are dropped only when `data.too_long` says so, and their number is logged.
 """
 
-import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.config.settings import Data
-from megarlhf.data.tokenizer import Tokenizer, type_name
+from megarlhf.data.files import Line, check_text, lines, read_each, type_name
+from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import DataError
 from megarlhf.records.prompts import Prompt
 
 log = logging.getLogger(__name__)
-
-MAX_REPORTED = 20
-"""Bad lines spelled out in one error; the rest are counted."""
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line that holds a row: `number` counts lines from 1, `row` counts rows from 0."""
-
-    number: int
-    row: int
-    text: str
 
 
 def read_prompts(path: str | Path, tokenizer: Tokenizer, settings: Data) -> list[Prompt]:
@@ -38,69 +23,26 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer, settings: Data) -> list
     `metadata` holds the line's other keys, `id`, and `messages` for a chat. Raises DataError for a file or rows that
     cannot be used, and when no prompt is left.
     """
-    path = Path(path)
-    prompts, errors = [], []
-    first_line_of_id: dict[str, int] = {}
-    num_rows = num_cut = 0
-    for line in _lines(path):
-        num_rows += 1
-        try:
-            prompt = _prompt(line, tokenizer)
-            _check_id(prompt, line.number, first_line_of_id)
-            if len(prompt.token_ids) > settings.max_prompt_tokens:
-                num_cut += 1
-                prompt = _shorten(prompt, tokenizer, settings)
-        except DataError as error:
-            errors.append(f"{path}:{line.number}: {error}")
-            continue
-        if prompt is not None:
-            prompts.append(prompt)
-    _raise_all(errors)
-    _report(path, settings, num_rows, num_cut, len(prompts))
+    first_place_of_id: dict[str, str] = {}
+    num_cut = 0
+
+    def read(line: Line) -> Prompt | None:
+        nonlocal num_cut
+        prompt = _prompt(line, tokenizer)
+        _check_id(prompt, line.place, first_place_of_id)
+        if len(prompt.token_ids) <= settings.max_prompt_tokens:
+            return prompt
+        num_cut += 1
+        return _shorten(prompt, tokenizer, settings)
+
+    rows = read_each(lines(str(path), "data.prompts"), read)
+    prompts = [prompt for prompt in rows if prompt is not None]
+    _report(Path(path), settings, len(rows), num_cut, len(prompts))
     return prompts
 
 
-def _lines(path: Path) -> Iterator[_Line]:
-    content = _read(path)
-    offset = row = 0
-    for number, raw in enumerate(content.split(b"\n"), start=1):
-        try:
-            text = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: byte {offset + error.start} of the file is not UTF-8 ({raw[error.start]:#04x}); "
-                "save the file as UTF-8"
-            ) from error
-        offset += len(raw) + 1
-        if text:
-            yield _Line(number, row, text)
-            row += 1
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a JSONL file without a byte-order mark (a mark is replaced by blanks, so that offsets stay true)."""
-    if not path.exists():
-        raise DataError(f"data.prompts: {path.absolute()} does not exist")
-    if not path.is_file():
-        raise DataError(f"data.prompts: {path.absolute()} is not a file; give one JSONL file")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"data.prompts: {path.absolute()} cannot be read: {error.strerror}") from error
-    for magic, kind in ((b"PAR1", "a parquet file"), (b"\x1f\x8b", "a gzip file"), (b"PK", "a zip file")):
-        if content.startswith(magic):
-            raise DataError(f"data.prompts: {path.absolute()} is {kind}; convert it to JSON lines")
-    if content.startswith(b"\xef\xbb\xbf"):
-        content = b"   " + content[3:]
-    if content.lstrip().startswith(b"["):
-        raise DataError(
-            f"data.prompts: {path.absolute()} is a JSON array; write one object a line (jq -c '.[]' IN > OUT)"
-        )
-    return content
-
-
-def _prompt(line: _Line, tokenizer: Tokenizer) -> Prompt:
-    row = _parse(line.text)
+def _prompt(line: Line, tokenizer: Tokenizer) -> Prompt:
+    row = line.values()
     given = [key for key in ("prompt", "messages") if key in row]
     if len(given) != 1:
         found = "both prompt and messages" if given else f"neither prompt nor messages (its keys are {sorted(row)})"
@@ -114,16 +56,6 @@ def _prompt(line: _Line, tokenizer: Tokenizer) -> Prompt:
     return Prompt(row_id=line.row, token_ids=token_ids, text=tokenizer.prompt_text(prompt), metadata=metadata)
 
 
-def _parse(text: str) -> dict:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}; the line starts with {text[:60]!r}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"the line is {type_name(row)}; give an object with prompt or messages")
-    return row
-
-
 def _check_prompt(key: str, prompt: object) -> None:
     expected = {"prompt": str, "messages": list}[key]
     if not isinstance(prompt, expected):
@@ -131,23 +63,17 @@ def _check_prompt(key: str, prompt: object) -> None:
         raise DataError(f"{key} is {type_name(prompt)}; give {wanted}")
     if key == "prompt" and not prompt.strip():
         raise DataError("prompt is empty or blank; give a text")
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{key} holds half of a surrogate pair (U+{ord(error.object[error.start]):04X}), which is no character; "
-            "write the whole character"
-        ) from error
+    check_text(key, prompt)
 
 
-def _check_id(prompt: Prompt, number: int, first_line_of_id: dict[str, int]) -> None:
+def _check_id(prompt: Prompt, place: str, first_place_of_id: dict[str, str]) -> None:
     """Note the row's id; two prompts with one id would be merged by whoever groups by it."""
     row_id = prompt.metadata["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
         raise DataError(f"id is {type_name(row_id)}; give a text or a whole number")
-    first = first_line_of_id.setdefault(str(row_id), number)
-    if first != number:
-        raise DataError(f"id {row_id!r} is already the id of line {first}; ids must be unique")
+    first = first_place_of_id.setdefault(str(row_id), place)
+    if first != place:
+        raise DataError(f"id {row_id!r} is already the id of {first}; ids must be unique")
 
 
 def _shorten(prompt: Prompt, tokenizer: Tokenizer, settings: Data) -> Prompt | None:
@@ -165,22 +91,16 @@ def _shorten(prompt: Prompt, tokenizer: Tokenizer, settings: Data) -> Prompt | N
             f"the chat has {length} tokens, more than data.max_prompt_tokens {limit}, and cutting it (data.too_long "
             f"{settings.too_long}) would break its template; raise the limit or set data.too_long to drop"
         )
-    kept = _cut(prompt.token_ids, limit, settings.too_long, tokenizer.bos_id)
+    kept = cut(prompt.token_ids, limit, settings.too_long, tokenizer.bos_id)
     return Prompt(row_id=prompt.row_id, token_ids=kept, text=tokenizer.decode(kept), metadata=prompt.metadata)
 
 
-def _cut(token_ids: tuple[int, ...], limit: int, side: str, bos_id: int | None) -> tuple[int, ...]:
+def cut(token_ids: tuple[int, ...], limit: int, side: str, bos_id: int | None) -> tuple[int, ...]:
     """`limit` ids of the prompt: its start (truncate_right), or its end after the begin-of-sequence token, if any."""
     if side == "truncate_right":
         return token_ids[:limit]
     num_first = int(bos_id is not None and token_ids[0] == bos_id and limit > 1)
     return token_ids[:num_first] + token_ids[len(token_ids) - limit + num_first :]
-
-
-def _raise_all(errors: list[str]) -> None:
-    if errors:
-        more = [f"... and {len(errors) - MAX_REPORTED} more bad lines"] if len(errors) > MAX_REPORTED else []
-        raise DataError("\n".join(errors[:MAX_REPORTED] + more))
 
 
 def _report(path: Path, settings: Data, num_rows: int, num_cut: int, num_left: int) -> None:

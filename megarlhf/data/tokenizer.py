@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from megarlhf.data.files import type_name
 from megarlhf.errors import CheckpointError, ConfigError, DataError
 
 Message = dict[str, object]
@@ -29,6 +30,9 @@ class Tokenizer:
         self.vocab_size: int = len(self._hf)
         self.bos_id: int | None = self._hf.bos_token_id
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop_tokens)
+        self.eos_id: int | None = (
+            self._hf.eos_token_id if self._hf.eos_token_id is not None else min(self.stop_ids, default=None)
+        )
         self.pad_id: int = next(i for i in (self._hf.pad_token_id, *self.stop_ids, 0) if i is not None)
 
     @property
@@ -41,11 +45,21 @@ class Tokenizer:
         """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""
         if isinstance(prompt, str):
             return self._hf(prompt).input_ids
-        return self._render(prompt, tokenize=True)
+        check_prompt(prompt)
+        return self._render(prompt, tokenize=True, header=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text that goes on: without the special tokens that the tokenizer puts around whole texts."""
+        return self._hf(text, add_special_tokens=False).input_ids
+
+    def encode_turns(self, messages: Sequence[Message], *, header: bool) -> list[int]:
+        """Ids of a chat as its template writes it, with the header of the assistant's next answer if asked for."""
+        check_turns(messages)
+        return self._render(messages, tokenize=True, header=header)
 
     def prompt_text(self, prompt: str | Sequence[Message]) -> str:
         """The text that `encode_prompt` encodes."""
-        return prompt if isinstance(prompt, str) else self._render(prompt, tokenize=False)
+        return prompt if isinstance(prompt, str) else self._render(prompt, tokenize=False, header=True)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids as they are: spaces are not tidied."""
@@ -53,8 +67,7 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _render(self, messages: Sequence[Message], tokenize: bool) -> list[int] | str:
-        check_messages(messages)
+    def _render(self, messages: Sequence[Message], *, tokenize: bool, header: bool) -> list[int] | str:
         if not self._hf.chat_template:
             raise DataError(
                 f"the tokenizer in {self.folder} has no chat template, so it cannot read messages; "
@@ -62,7 +75,7 @@ class Tokenizer:
             )
         try:
             return self._hf.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=tokenize, return_dict=False
+                list(messages), add_generation_prompt=header, tokenize=tokenize, return_dict=False
             )
         except Exception as error:  # templates raise whatever jinja or their author chose
             raise DataError(f"the chat template in {self.folder} refuses these messages: {error}") from error
@@ -85,21 +98,25 @@ class Tokenizer:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_prompt(messages: Sequence[Message]) -> None:
+    """Raise DataError for a chat that cannot be answered: `check_turns`, and it ends with the user's or a tool's turn."""
+    check_turns(messages)
+    if messages[-1]["role"] in ("assistant", "system", "developer"):
+        raise DataError(
+            f"messages end with a turn of the {messages[-1]['role']}; a prompt ends with a user or tool turn, "
+            "because what follows is the answer of the assistant, whose header would come twice"
+        )
+
+
+def check_turns(messages: Sequence[Message]) -> None:
     """Raise DataError for a chat that templates would mangle without a word.
 
-    Accepted: at most one system turn and only at the start, known roles, text contents, and a last turn that is not the
-    assistant's (its header would come twice).
+    Accepted: at most one system turn and only at the start, known roles, text contents.
     """
     if not messages:
         raise DataError("messages is empty; give at least one user turn")
     for number, message in enumerate(messages):
         _check_message(number, message)
-    if messages[-1]["role"] in ("assistant", "system", "developer"):
-        raise DataError(
-            f"messages end with a turn of the {messages[-1]['role']}; a prompt ends with a user or tool turn, "
-            "because the answer of the assistant is what is sampled"
-        )
 
 
 def _check_message(number: int, message: Message) -> None:
@@ -115,12 +132,6 @@ def _check_message(number: int, message: Message) -> None:
         raise DataError(f"messages[{number}] is a {role} turn; only the first turn may be one")
     if not isinstance(content, str):
         raise DataError(f"messages[{number}].content is {type_name(content)}; give a text")
-
-
-def type_name(value: object) -> str:
-    """The type of a JSON value in JSON's words."""
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
-    return names.get(type(value), "an object")
 
 
 def _load(folder: Path):

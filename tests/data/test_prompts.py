@@ -7,7 +7,8 @@ import os
 import pytest
 
 from megarlhf.config.settings import Data
-from megarlhf.data.prompts import MAX_REPORTED, read_prompts
+from megarlhf.data.files import MAX_REPORTED
+from megarlhf.data.prompts import read_prompts
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import DataError
 from tests import tiny
@@ -74,7 +75,7 @@ def test_unicode_line_separators_do_not_end_a_line(read):
         ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "end with a turn"),
         ('{"prompt": "a", "id": null}', "id is null"),
         ('{"prompt": "a", "id": true}', "id is a boolean"),
-        ('{"prompt": "a", "id": "first"}', "id 'first' is already the id of line 1"),
+        ('{"prompt": "a", "id": "first"}', "id 'first' is already the id of .*prompts.jsonl:1"),
         ('{"prompt": "a\\ud800b"}', r"half of a surrogate pair \(U\+D800\)"),
         ('{"messages": [{"role": "user", "content": "\\udc00"}]}', r"half of a surrogate pair \(U\+DC00\)"),
     ],
@@ -135,7 +136,7 @@ def test_the_same_text_under_two_ids_stays_two_prompts(read):
 
 
 def test_a_number_and_a_text_that_look_alike_are_one_id(read):
-    with pytest.raises(DataError, match="already the id of line 1"):
+    with pytest.raises(DataError, match="already the id of .*prompts.jsonl:1"):
         read([{"prompt": "a", "id": 1}, {"prompt": "b", "id": "1"}])
 
 

@@ -1,0 +1,177 @@
+"""The rows of a data set, each with the place where a person finds it: JSONL, Parquet, or a Hugging Face data set.
+
+Blank lines of JSONL are skipped and do not count as rows; a UTF-8 byte-order mark and CRLF line ends are accepted.
+Nothing else is mended: every bad line is an error that names file and line, and all are reported at once. In Parquet
+and in data sets every row has every column, so a column that is null in a row counts as absent from that row.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarlhf.errors import DataError
+
+HUB = "hub:"
+"""Before the name of a data set of the Hugging Face hub."""
+MAX_REPORTED = 20
+"""Bad rows spelled out in one error; the rest are counted."""
+FOREIGN = ((b"PAR1", "a parquet file"), (b"\x1f\x8b", "a gzip file"), (b"PK", "a zip file"))
+"""First bytes of what is given for JSONL by mistake."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a data set, which may still turn out not to be JSON."""
+
+    place: str
+    """Where it is, for messages: `file.jsonl:7` or `file.parquet: row 6`."""
+    row: int
+    """Counts rows from 0."""
+    content: str | dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """The row's keys. Raises DataError when the line is not a JSON object."""
+        return parse(self.content) if isinstance(self.content, str) else self.content
+
+
+def lines(path: str, setting: str, split: str = "train") -> Iterator[Line]:
+    """The rows of the data set at `path`, in order. `setting` is what the path was given as, `split` which part of a
+    data set folder is read. Raises DataError for a path that cannot be read or has another format than its name says.
+    """
+    if path.startswith(HUB):
+        return _data_set_lines(path, setting, split)
+    file = Path(path)
+    if not file.exists():
+        raise DataError(f"{setting}: {file.absolute()} does not exist")
+    if file.is_dir():
+        return _data_set_lines(path, setting, split)
+    if not file.is_file():
+        raise DataError(f"{setting}: {file.absolute()} is not a file; give a JSONL or Parquet file")
+    return _parquet_lines(file, setting) if file.suffix == ".parquet" else _json_lines(file, setting)
+
+
+def read_each(rows: Iterable[Line], convert: Callable[[Line], Result]) -> list[Result]:
+    """`convert` of every row. The DataErrors of all rows are raised as one, each with its place."""
+    results, errors = [], []
+    for line in rows:
+        try:
+            results.append(convert(line))
+        except DataError as error:
+            errors.append(f"{line.place}: {error}")
+    if errors:
+        more = [f"... and {len(errors) - MAX_REPORTED} more bad lines"] if len(errors) > MAX_REPORTED else []
+        raise DataError("\n".join(errors[:MAX_REPORTED] + more))
+    return results
+
+
+def parse(text: str) -> dict[str, Any]:
+    """A line of JSON, which must be an object."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}; the line starts with {text[:60]!r}") from error
+    if not isinstance(row, dict):
+        raise DataError(f'the line is {type_name(row)}; give an object such as {{"prompt": ...}}')
+    return row
+
+
+def type_name(value: object) -> str:
+    """The type of a JSON value in JSON's words."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise DataError when `value` (a text, or a list of turns) holds half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} holds half of a surrogate pair (U+{ord(error.object[error.start]):04X}), which is no character; "
+            "write the whole character"
+        ) from error
+
+
+def _json_lines(path: Path, setting: str) -> Iterator[Line]:
+    content = _read(path, setting)
+    offset = row = 0
+    for number, raw in enumerate(content.split(b"\n"), start=1):
+        try:
+            text = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}:{number}: byte {offset + error.start} of the file is not UTF-8 ({raw[error.start]:#04x}); "
+                "save the file as UTF-8"
+            ) from error
+        offset += len(raw) + 1
+        if text:
+            yield Line(f"{path}:{number}", row, text)
+            row += 1
+
+
+def _read(path: Path, setting: str) -> bytes:
+    """The bytes of a JSONL file without a byte-order mark (a mark is replaced by blanks, so that offsets stay true)."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{setting}: {path.absolute()} cannot be read: {error.strerror}") from error
+    for magic, kind in FOREIGN:
+        if content.startswith(magic):
+            remedy = "name it .parquet" if magic == b"PAR1" else "unpack it to JSON lines"
+            raise DataError(f"{setting}: {path.absolute()} is {kind}; {remedy}")
+    if content.startswith(b"\xef\xbb\xbf"):
+        content = b"   " + content[3:]
+    if content.lstrip().startswith(b"["):
+        raise DataError(f"{setting}: {path.absolute()} is a JSON array; write one object a line (jq -c '.[]' IN > OUT)")
+    return content
+
+
+def _parquet_lines(path: Path, setting: str) -> Iterator[Line]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(
+            f"{setting}: reading {path.absolute()} needs the package pyarrow; "
+            "pip install pyarrow, or convert the file to JSON lines"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches())
+            rows = (values for batch in batches for values in batch)
+            for row, values in enumerate(rows):
+                yield Line(f"{path}: row {row}", row, _without_nulls(values))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{setting}: {path.absolute()} cannot be read as Parquet: {error}") from error
+
+
+def _data_set_lines(path: str, setting: str, split: str) -> Iterator[Line]:
+    where = path if path.startswith(HUB) else str(Path(path).absolute())
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{setting}: {where} is not a file; reading folders and hub data sets needs the package datasets: "
+            "pip install datasets, or give one JSONL or Parquet file"
+        ) from error
+    saved = any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+    try:
+        loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path.removeprefix(HUB), split=split)
+    except Exception as error:  # the package raises whatever its file systems and builders raise
+        raise DataError(f"{setting}: {where} cannot be read as a data set: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{setting}: {where} has no split {split!r}; its splits are {sorted(loaded)}")
+        loaded = loaded[split]
+    for row, values in enumerate(loaded):
+        yield Line(f"{where}: row {row} of {split}", row, _without_nulls(values))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
