@@ -39,7 +39,7 @@ def tiny_config(*, tied: bool = False, llama3: bool = False, num_labels: int = 0
         "max_position_embeddings": 128,
         "rms_norm_eps": NORM_EPSILON,
         "rope_theta": 5000.0,
-        "rope_scaling": LLAMA3_ROPE if llama3 else None,
+        "rope_scaling": dict(LLAMA3_ROPE) if llama3 else None,  # a copy: transformers writes into it
         "tie_word_embeddings": tied,
         "attention_bias": False,
         "mlp_bias": False,

@@ -38,10 +38,12 @@ def test_rows_are_put_back_into_the_order_of_the_two_halves(script):
 
 
 def test_what_is_there_is_left_alone(script, tmp_path):
-    (tmp_path / script.MODEL).mkdir()
+    for folder in (script.MODEL, script.CRITIC):
+        (tmp_path / folder).mkdir()
     (tmp_path / script.PROMPTS).write_text("mine")
     script.main(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([script.MODEL, script.PROMPTS])
+    assert {path.name for path in tmp_path.iterdir()} == {script.MODEL, script.CRITIC, script.PROMPTS}
+    assert not list((tmp_path / script.MODEL).iterdir()) and not list((tmp_path / script.CRITIC).iterdir())
     assert (tmp_path / script.PROMPTS).read_text() == "mine"
 
 

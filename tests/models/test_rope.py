@@ -8,7 +8,7 @@ from tests import tiny
 SCALINGS = [
     None,
     {"rope_type": "linear", "factor": 3.0},
-    tiny.LLAMA3_ROPE,
+    dict(tiny.LLAMA3_ROPE),
     {**tiny.LLAMA3_ROPE, "factor": 32.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 ]
 
