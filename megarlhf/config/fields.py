@@ -85,7 +85,17 @@ def _default(field: Any) -> Any:
 
 
 def _help_texts(cls: type) -> dict[str, str]:
-    """The string that follows each field in the source: Python keeps no docstring for a field."""
+    """The string that follows each field in the source: Python keeps no docstring for a field.
+
+    A field that is inherited keeps its text, one that is declared anew brings its own.
+    """
+    found: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__):
+        found |= _help_in_source(ancestor) if is_dataclass(ancestor) else {}
+    return found
+
+
+def _help_in_source(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     pairs = zip(body, body[1:], strict=False)
     return {

@@ -66,7 +66,20 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 def to_yaml(settings: Any) -> str:
     """YAML that `load` turns into equal settings."""
-    return yaml.safe_dump(to_dict(settings), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(to_dict(settings), Dumper=_Exact, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Exact(yaml.SafeDumper):
+    """Writes texts so that they are read back as they are."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # PyYAML takes these for line breaks and reads them back as spaces, unless they are escaped in double quotes.
+    style = '"' if set(value) & set("\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Exact.add_representer(str, _text)
 
 
 class _Place:

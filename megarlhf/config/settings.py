@@ -1,4 +1,4 @@
-"""Everything a user may set for a PPO run: one frozen dataclass a section, one default in one place.
+"""What a user may set: one frozen dataclass a section, one default in one place; `runs.py` has the other commands.
 
 A YAML recipe and dotted flags (`--actor.optimizer.learning_rate 1e-6`) fill the same fields; see `load.py`.
 """
@@ -37,21 +37,27 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Actor:
-    """The policy that is trained."""
+class Trainee:
+    """A model that is trained."""
 
     model: str = ""
     """Hugging Face model folder (config.json, tokenizer, safetensors)."""
     train: Layout = Layout()
-    """Layout for training, and for the reference model, which shares the actor's module."""
-    generate: Layout = Layout()
-    """Layout for generating rollouts; weights are resharded into it after every step's updates."""
+    """Layout for training, and for the reference model, which shares the module."""
     optimizer: Optimizer = Optimizer()
-    """The actor's optimizer."""
+    """The model's optimizer."""
     dtype: Precision = "float32"
     """Precision of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one training or scoring micro-batch (a longer sequence is a micro-batch of its own)."""
+
+
+@dataclass(frozen=True)
+class Actor(Trainee):
+    """The policy that is trained on what it samples."""
+
+    generate: Layout = Layout()
+    """Layout for generating rollouts; weights are resharded into it after every step's updates."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Reward:
-    """Where scores come from: a reward model, functions, or the weighted sum of both."""
+    """Where scores come from: a reward model, functions, servers, or the weighted sum of several."""
 
     model: str = ""
     """Folder of a SequenceClassification model with one label; empty: no reward model."""
@@ -92,12 +98,21 @@ class Reward:
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
     functions: tuple[str, ...] = ()
-    """Reward functions: names from megarlhf.rewards or `module:function`, which is called as
-    f(prompts, responses, metadata) -> list[float]."""
+    """Reward functions: names from megarlhf.rewards; `module:function`, which is called as
+    f(prompts, responses, metadata) -> list[float]; or the address of a server, such as http://127.0.0.1:8000/score."""
     weights: tuple[float, ...] = ()
     """Weight of the reward model (when there is one), then of each function; empty: all 1."""
     timeout_s: float = 60.0
-    """Seconds that one call of a reward function may take."""
+    """Seconds that one call of a reward function, or one request to a server, may take."""
+    retries: int = 0
+    """Further tries of a call that failed; those of a server come after pauses that double."""
+    on_failure: Literal["stop", "mask"] = "stop"
+    """What to do when a function or server still fails: stop the run, or leave the responses without a score out of
+    the training (metric reward/failed)."""
+    request_rows: int = 64
+    """Responses sent to a server in one request."""
+    token_file: str = ""
+    """File with the bearer token that servers among the functions ask for; empty: none is sent."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +154,13 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The run itself."""
+class CorpusRun:
+    """A run over a data set: it ends when the data set has been gone through."""
 
     dir: str = "runs/ppo"
     """Folder for everything the run writes."""
     seed: int = 0
-    """Seed of shuffling, sampling and new heads."""
-    steps: int = 100
-    """Steps; one step is one batch of rollouts and the updates on it."""
+    """Seed of shuffling and sampling."""
     save_every: int = 0
     """Steps between checkpoints; 0: only the export at the end."""
     sample_texts: int = 4
@@ -156,6 +169,14 @@ class Run:
     """Write tensorboard event files."""
     overwrite: bool = False
     """Start afresh in a folder that already holds a run."""
+
+
+@dataclass(frozen=True)
+class Run(CorpusRun):
+    """A run over sampled responses."""
+
+    steps: int = 100
+    """Steps; one step is one batch of rollouts and the updates on it."""
 
 
 @dataclass(frozen=True)

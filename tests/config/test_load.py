@@ -192,7 +192,7 @@ def test_help_shows_each_setting_with_its_sentence_and_value(recipe, capsys):
 
 def strategy(setting):
     """Any value of a setting's type, including texts that YAML would rather read as something else."""
-    odd = ["1e-5", "null", "yes", "", " a", "x: y", "# c", "é\n", "0x1", "~", "- a"]
+    odd = ["1e-5", "null", "yes", "", " a", "x: y", "# c", "é\n", "0x1", "~", "- a", "\x85", "a\u2028b", "\u2029"]
     texts = st.sampled_from(odd) | st.text(max_size=8)
     numbers = st.floats(allow_nan=False, allow_infinity=False)
     plain = {bool: st.booleans(), int: st.integers(), float: numbers, str: texts}
