@@ -36,5 +36,9 @@ class RewardError(MegarlhfError, RuntimeError):
     """A reward function raised, timed out, or returned something that is not one number per response."""
 
 
+class RemoteError(MegarlhfError, ConnectionError):
+    """A server could not be reached, refused the request, or answered with something that is not what was asked."""
+
+
 class TrainingError(MegarlhfError, RuntimeError):
     """The run cannot go on: for example several non-finite updates in a row."""

@@ -44,6 +44,8 @@ RANGES = {
     "critic.micro_batch_tokens": AT_LEAST_ONE,
     "reward.micro_batch_tokens": AT_LEAST_ONE,
     "reward.timeout_s": POSITIVE,
+    "reward.retries": NOT_NEGATIVE,
+    "reward.request_rows": AT_LEAST_ONE,
     "algorithm.gamma": FRACTION,
     "algorithm.lambda": FRACTION,
     "algorithm.kl_coef": NOT_NEGATIVE,

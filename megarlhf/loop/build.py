@@ -20,13 +20,13 @@ from megarlhf.engines.scorer import LogprobScorer, ReferenceScorer, RewardModelS
 from megarlhf.loop.roles import Role, roles
 from megarlhf.loop.rollouts import Rollouts
 from megarlhf.loop.run import Run, Scorer
-from megarlhf.loop.scoring import Scores
+from megarlhf.loop.scoring import Scores, reward_scores
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.parallel.groups import Groups, build_groups
+from megarlhf.records.metrics import Metric
 from megarlhf.records.prompts import Prompt
 from megarlhf.residency.snapshot import Snapshot
-from megarlhf.rewards.functions import resolve
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.exchange import Resharder
@@ -71,16 +71,20 @@ def build_run(settings: PPORun, world_size: int, reporter: Reporter) -> Run:
     critic_model = workshop.model(cast["critic"])
     critic = _learner(critic_model, PPO, settings, settings.critic.optimizer, settings.critic.micro_batch_tokens)
     reward_model = workshop.model(cast["reward"]) if "reward" in cast else None
+    reported: list[dict[str, Metric]] = []
+    judge = None if reward_model is None else RewardModelScorer(reward_model, settings.reward.micro_batch_tokens)
+    scores = reward_scores(settings.reward, judge, tokenizer.fingerprint, reported.append)
     return Run(
         settings=settings,
         algorithm=PPO,
         source=_rollouts(settings, tokenizer, prompts, workshop.model(cast["generator"], load=False), actor, spans),
-        scorers=_scorers(settings, actor_model, reference, critic_model, reward_model),
+        scorers=_scorers(settings, actor_model, reference, critic_model, scores),
         learners={"critic": critic, "actor": actor},
         reporter=reporter,
         spans=spans,
         state=PPO.initial_state(settings.algorithm),
         folders={"actor": cast["actor"].folder, "critic": cast["critic"].folder},
+        reported=reported,
     )
 
 
@@ -112,20 +116,16 @@ def _learner(model: Model, algorithm: Algorithm, settings: PPORun, optimizer: Op
 
 
 def _scorers(
-    settings: PPORun, actor: Model, reference: Snapshot, critic: Model, reward_model: Model | None
+    settings: PPORun, actor: Model, reference: Snapshot, critic: Model, scores: Scores
 ) -> dict[str, Scorer]:
     """In the order they run; the names are those of the time/*_s metrics."""
     logprobs = partial(
         LogprobScorer, actor, temperature=settings.rollout.temperature, max_tokens=settings.actor.micro_batch_tokens
     )
-    reward = settings.reward
-    functions = [resolve(spec) for spec in reward.functions]
-    scored_by = None if reward_model is None else RewardModelScorer(reward_model, reward.micro_batch_tokens)
-    num_sources = len(functions) + (scored_by is not None)
     return {
         "logp": logprobs(field="logp_start"),
         "reference": ReferenceScorer(reference, logprobs(field="logp_reference")),
-        "reward": Scores(scored_by, functions, reward.weights or (1.0,) * num_sources, reward.timeout_s),
+        "reward": scores,
         "value": ValueScorer(critic, settings.critic.micro_batch_tokens),
     }
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.settings import PPORun
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.errors import ConfigError
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
-from megarlhf.rewards.functions import resolve
+from megarlhf.rewards.remote import read_token
+from megarlhf.rewards.sources import check_spec
 
 
 def preflight(settings: PPORun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
@@ -100,8 +102,12 @@ def _length_violations(settings: PPORun, models: dict[str, Architecture]) -> lis
 
 def _reward_violations(settings: PPORun) -> list[str]:
     found: list[str] = []
-    for spec in settings.reward.functions:
-        attempt(partial(resolve, spec), found, "reward.functions")
+    checks = [partial(check_spec, spec) for spec in settings.reward.functions]
+    for check in [*checks, partial(read_token, "reward.token_file", settings.reward.token_file)]:
+        try:
+            check()
+        except ConfigError as problem:
+            found += problem.violations
     return found
 
 

@@ -46,7 +46,8 @@ class Run:
     """Numbers of the step so far."""
     episodes: int = 0
     """Responses trained on so far."""
-    _updates: list[dict[str, Metric]] = field(default_factory=list)
+    reported: list[dict[str, Metric]] = field(default_factory=list)
+    """Metrics of the step's updates, and of scorers that share this list; merged and emptied by `finish`."""
 
     @property
     def folder(self) -> Path:
@@ -76,7 +77,7 @@ class Run:
 
     def record(self, name: str, update: Update) -> bool:
         """Keeps an update's metrics; true when it went too far from the policy that sampled, so the step should end."""
-        self._updates.append(update.metrics)
+        self.reported.append(update.metrics)
         self.metrics[f"gradient_norm/{name}"] = update.gradient_norm
         if not update.applied:
             self.metrics["updates/skipped"] = self.metrics.get("updates/skipped", 0) + 1
@@ -94,12 +95,13 @@ class Run:
             with self.spans("save"):
                 self.save(self.folder / "checkpoints" / f"step_{step + 1}")
         self.episodes += batch.num_rows
-        numbers = metric_results(merge_metrics(self._updates)) | self.metrics | self.spans.take()
+        numbers = metric_results(merge_metrics(self.reported)) | self.metrics | self.spans.take()
         numbers |= {f"lr/{name}": learner.learning_rate for name, learner in self.learners.items()}
         numbers |= {"episode": self.episodes, "bytes/resharded": self.source.bytes_resharded}
         self.reporter.step(step + 1, numbers)
         self.reporter.samples(step + 1, sample_rows(batch, self.settings.run.sample_texts))
-        self._updates, self.metrics = [], {}
+        self.reported.clear()
+        self.metrics = {}
 
     def save(self, folder: Path) -> None:
         """Weights of every learner as Hugging Face folders below `folder`. Collective over the world."""

@@ -1,55 +1,133 @@
-"""The score of each response: a reward model, reward functions, or the weighted sum of both."""
+"""The score of each response: a reward model, functions and servers, mixed with weights and logged one by one."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from megarlhf.config.settings import Reward
 from megarlhf.engines.scorer import RewardModelScorer
 from megarlhf.errors import RewardError
 from megarlhf.records.experience import Experience
-from megarlhf.rewards.functions import call_reward
+from megarlhf.records.metrics import Mean, Metric, Total
+from megarlhf.rewards.sources import Source, sources
 
-RewardFunction = Callable[..., Sequence[float]]
+Report = Callable[[dict[str, Metric]], None]
+
+_log = logging.getLogger(__name__)
+
+ISOLATION_LIMITS = 4
+"""Finding the failing rows of a call may take as many times reward.timeout_s; then the rest count as failing too."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Fills `score`: weights[0] * the reward model (when there is one) + the functions with the further weights."""
+    """Fills `score`: the reward model's (when there is one) and the sources' scores, times `weights` in that order.
+
+    `report` gets the metrics that `_metrics` documents. With on_failure "stop" the first failure raises RewardError on
+    every rank. With "mask" the responses without a score are no part of the training: their mask is emptied, and they
+    take the mean score of the others, so that the mean over the batch is that of the scored.
+    """
 
     reward_model: RewardModelScorer | None
-    functions: Sequence[RewardFunction]
+    sources: Sequence[Source]
     weights: Sequence[float]
     timeout_s: float
+    on_failure: Literal["stop", "mask"]
+    report: Report
 
     def annotate(self, experience: Experience) -> Experience:
         """Collective over the world."""
-        parts = [] if self.reward_model is None else [self.reward_model.scores(experience)]
-        parts += [score_on_all_ranks(function, experience, self.timeout_s) for function in self.functions]
-        total = sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
-        return experience.replace(score=torch.as_tensor(total, dtype=torch.float32))
+        isolate_s = ISOLATION_LIMITS * self.timeout_s if self.on_failure == "mask" else 0.0
+        parts = {} if self.reward_model is None else {"model": self.reward_model.scores(experience)}
+        for source in self.sources:
+            parts[source.name] = score_on_all_ranks(source, experience, isolate_s)
+        stacked = torch.stack(list(parts.values()))
+        has_score = stacked.isfinite().all(dim=0)
+        self._require(has_score, experience)
+        self.report(_metrics(parts, has_score))
+        weights = torch.tensor(list(self.weights), dtype=torch.float32)
+        score = (weights[:, None] * stacked).sum(0)
+        score = torch.where(has_score, score, score[has_score].mean())
+        return experience.replace(score=score, mask=experience.mask & has_score[:, None])
+
+    def _require(self, has_score: torch.Tensor, experience: Experience) -> None:
+        """Raises RewardError where too few rows have a score, [B] bool, for what `on_failure` says."""
+        if bool(has_score.all()) or (self.on_failure == "mask" and bool(has_score.any())):
+            return
+        rows = experience.row_id[~has_score].tolist()
+        raise RewardError(
+            f"reward: {len(rows)} of {experience.num_rows} responses of this step have no finite score (rows "
+            f"{rows[:8]} of the data set; reward.on_failure {self.on_failure}); look at the reward model, or at the "
+            "warnings above"
+        )
 
 
-def score_on_all_ranks(function: RewardFunction, experience: Experience, timeout_s: float) -> torch.Tensor:
-    """[B] float32 on every rank. Collective over the world: each rank calls `function` on its own run of rows.
+def reward_scores(settings: Reward, reward_model: RewardModelScorer | None, tokenizer: str, report: Report) -> Scores:
+    """The scorer that `settings` describe. `tokenizer` is the fingerprint of the one that samples.
 
-    A failure on any rank raises RewardError on all of them, so that none waits for the others.
+    `report` takes each batch's metrics. Raises ConfigError.
+    """
+    found = sources(settings, tokenizer)
+    weights = settings.weights or (1.0,) * (len(found) + (reward_model is not None))
+    return Scores(reward_model, found, weights, settings.timeout_s, settings.on_failure, report)
+
+
+def _metrics(parts: dict[str, torch.Tensor], has_score: torch.Tensor) -> dict[str, Metric]:
+    """Of one batch, before weights.
+
+    reward/NAME    mean score by each source (model: the reward model), over the rows that it scored
+    reward/failed  rows that some source did not score, where there were any
+    """
+    found: dict[str, Metric] = {}
+    for name, scores in parts.items():
+        scored = scores[scores.isfinite()].double()
+        found[f"reward/{name}"] = Mean(float(scored.sum()), len(scored))
+    return found if bool(has_score.all()) else found | {"reward/failed": Total(int((~has_score).sum()))}
+
+
+def score_on_all_ranks(source: Source, experience: Experience, isolate_s: float) -> torch.Tensor:
+    """[B] float32 on every rank. Collective over the world: each rank asks `source` about its own run of rows.
+
+    A failure on any rank raises RewardError on all of them, so that none waits for the others. With `isolate_s` > 0
+    the failing rows are NaN instead.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = -(-experience.num_rows // world_size)
     rows = range(rank * size, min(experience.num_rows, (rank + 1) * size))
-    scores: list[float] = []
-    failure = ""
+    scores, failure = torch.zeros(0), ""
     if rows:
         part = experience.select(list(rows))
         try:
-            scores = call_reward(function, part.prompts, part.responses, part.metadata, timeout_s).tolist()
+            scores = source.scores(part)
         except RewardError as problem:
             failure = f"rank {rank}: {problem}"
+            scores = _isolate(source, part, isolate_s) if isolate_s else scores
     gathered: list = [None] * world_size
     dist.all_gather_object(gathered, (scores, failure))
     failures = [text for _, text in gathered if text]
-    if failures:
+    if failures and not isolate_s:
         raise RewardError("\n".join(failures))
-    return torch.tensor([score for part, _ in gathered for score in part], dtype=torch.float32)
+    result = torch.cat([part for part, _ in gathered])
+    if failures and rank == 0:
+        lost = int(result.isnan().sum())
+        _log.warning("reward %s: %d responses have no score: %s", source.name, lost, "\n".join(failures))
+    return result
+
+
+def _isolate(source: Source, rows: Experience, limit_s: float) -> torch.Tensor:
+    """[B] float32 with NaN where the source fails for the row alone, or was not asked because time was up."""
+    scores = torch.full((rows.num_rows,), torch.nan)
+    deadline = time.monotonic() + limit_s
+    for row in range(rows.num_rows):
+        if time.monotonic() > deadline:
+            break
+        try:
+            scores[row] = source.scores(rows.select([row]))[0]
+        except RewardError:
+            continue
+    return scores

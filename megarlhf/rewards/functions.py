@@ -104,7 +104,7 @@ def call_reward(
     name = f"{function.__module__}:{function.__qualname__}"
     ids = [row.get("id", number) for number, row in enumerate(metadata)]
     result = _call(name, ids, function, (list(prompts), list(responses), list(metadata)), timeout_s)
-    return _checked(name, ids, result)
+    return checked_scores(name, ids, result)
 
 
 def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, timeout_s: float) -> object:
@@ -134,7 +134,7 @@ def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, time
     return outcome["result"]
 
 
-def _checked(name: str, ids: list, result: object) -> torch.Tensor:
+def checked_scores(name: str, ids: list, result: object) -> torch.Tensor:
     """The result as [B] float32; half-precision tensors, booleans and whole numbers are promoted."""
     if isinstance(result, dict):
         raise RewardError(
