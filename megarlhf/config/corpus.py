@@ -1,7 +1,10 @@
 """Settings of a data set that is learnt from as it is written: demonstrations, preferences, scored answers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+NEGATIVE_KINDS = ("shuffled", "truncated", "repeated")
 
 
 @dataclass(frozen=True)
@@ -32,5 +35,25 @@ class Negatives:
 
     share: float = 0.0
     """Share of the comparisons whose best answer meets a spoilt answer in place of the others, drawn every epoch."""
-    kinds: tuple[str, ...] = ("shuffled", "truncated", "repeated")
+    kinds: tuple[str, ...] = NEGATIVE_KINDS
     """How answers are spoilt: another prompt's best answer, cut short, or padded with repetition."""
+
+
+def corpus_violations(settings: Corpus, section: str) -> Iterator[str]:
+    """What is wrong with a corpus whose settings are under the name `section`, without a look at the file."""
+    if not settings.path:
+        yield f"{section}.path: is not set; give a path"
+    for name, least in (("batch_size", 1), ("epochs", 1), ("max_tokens", 2)):
+        if vars(settings)[name] < least:
+            yield f"{section}.{name}: {vars(settings)[name]} is out of range; choose {least} or more"
+
+
+def negatives_violations(settings: Negatives, section: str) -> Iterator[str]:
+    """What is wrong with the settings of spoilt answers, which are under the name `section`."""
+    if not 0 <= settings.share <= 1:
+        yield f"{section}.share: {settings.share} is out of range; choose a value that is between 0 and 1"
+    if settings.share and not settings.kinds:
+        yield f"{section}.kinds: is empty; give at least one of {', '.join(NEGATIVE_KINDS)}, or set share to 0"
+    for kind in settings.kinds:
+        if kind not in NEGATIVE_KINDS:
+            yield f"{section}.kinds: {kind!r} is unknown; accepted: {', '.join(NEGATIVE_KINDS)}"

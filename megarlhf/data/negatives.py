@@ -68,5 +68,3 @@ _SPOILT: dict[str, Callable[[tuple[int, ...], Sequence[Example], random.Random],
     "truncated": _truncated,
     "repeated": _repeated,
 }
-KINDS = tuple(_SPOILT)
-"""What `negatives.kinds` may name."""

@@ -99,7 +99,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_prompt(messages: Sequence[Message]) -> None:
-    """Raise DataError for a chat that cannot be answered: `check_turns`, and it ends with the user's or a tool's turn."""
+    """Raise DataError for a chat that cannot be answered: one that does not end with a turn of the user or a tool."""
     check_turns(messages)
     if messages[-1]["role"] in ("assistant", "system", "developer"):
         raise DataError(
