@@ -101,3 +101,21 @@ def _written(weight: Weight, architecture: Architecture, index: int, layer: int)
         cut=weight.cut,
         shapes=tuple(tuple(sizes[word] for word in shape) for shape in weight.shapes),
     )
+
+
+def row_sources(weight: Weight, architecture: Architecture, tp: int, rank: int) -> list[int]:
+    """For every row that tensor rank `rank` holds of a weight: the place in `weight.hf` of the tensor it comes from."""
+    if weight.cut is Cut.GATE_UP:
+        return [place for place, shape in enumerate(weight.shapes) for _ in range(shape[0] // tp)]
+    if weight.cut is Cut.GROUPED_QKV:
+        sizes = [shape[0] // architecture.num_kv_groups for shape in weight.shapes]
+        group = [place for place, size in enumerate(sizes) for _ in range(size)]
+        share = sum(shape[0] for shape in weight.shapes) // tp
+        return (group * architecture.num_kv_groups)[rank * share : (rank + 1) * share]
+    assert weight.cut in (Cut.ROWS, Cut.COLUMNS), f"{weight.local}: {weight.cut} is no linear layer's"
+    return [0] * (weight.shapes[0][0] // (tp if weight.cut is Cut.ROWS else 1))
+
+
+def module_of(hf_name: str) -> str:
+    """Name of the module that a tensor belongs to, as PEFT's target_modules spells it: q_proj of ...q_proj.weight."""
+    return hf_name.split(".")[-2]

@@ -3,11 +3,14 @@
 sum over elements of bits * (2 * index + 1), modulo 2^64, with the element's index in the whole tensor.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
 from megarlhf.errors import CheckpointError
 from megarlhf.models.build import Model
+from megarlhf.models.lora import merged_parameters
 from megarlhf.weights.boxes import Box, Piece, slices, split
 from megarlhf.weights.local_map import Key, hf_shapes
 from megarlhf.weights.plan import holdings, owned_pieces
@@ -16,28 +19,35 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _CHUNK_ELEMENTS = 2**20
 
 
-def weight_checksums(model: Model, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, int]:
-    """The checksum of every tensor of the model, its values cast to `dtype` (collective over `group`, the world)."""
+def weight_checksums(
+    model: Model, dtype: torch.dtype, group: dist.ProcessGroup, tensors: Mapping[Key, torch.Tensor] | None = None
+) -> dict[str, int]:
+    """The checksum of every tensor of the model, its values cast to `dtype` (collective over `group`, the world).
+
+    `tensors` stand in for the model's weights; by default those, with LoRA's adapters merged in.
+    """
     shapes = hf_shapes(model.architecture, model.head)
     held = holdings(model.architecture, model.groups.layout, group.size(), model.head)
-    parameters = model.named_parameters()
-    device = next(iter(parameters.values())).device
+    tensors = merged_parameters(model) if tensors is None else tensors
+    device = next(iter(model.named_parameters().values())).device
     sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in shapes}
     for key, piece in owned_pieces(held)[dist.get_rank(group)]:
-        sums[piece.hf_name] += _piece_sum(parameters, key, piece, shapes[piece.hf_name], dtype)
+        sums[piece.hf_name] += _piece_sum(tensors[key], piece, shapes[piece.hf_name], dtype).to(device)
     total = torch.stack(list(sums.values()))
     dist.all_reduce(total, group=group)
     return dict(zip(shapes, total.tolist(), strict=True))
 
 
-def require_equal_weights(one: Model, other: Model, group: dist.ProcessGroup) -> None:
+def require_equal_weights(
+    one: Model, other: Model, group: dist.ProcessGroup, tensors: Mapping[Key, torch.Tensor] | None = None
+) -> None:
     """Raise CheckpointError, naming tensors, unless both hold the same weights (collective over `group`, the world).
 
-    Models of different dtypes are compared in the narrower one.
+    Models of different dtypes are compared in the narrower one. `tensors` stand in for the weights of `one`.
     """
     dtypes = (one.dtype, other.dtype)
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
-    ours, theirs = weight_checksums(one, dtype, group), weight_checksums(other, dtype, group)
+    ours, theirs = weight_checksums(one, dtype, group, tensors), weight_checksums(other, dtype, group)
     differing = [name for name, value in ours.items() if theirs[name] != value]
     if differing:
         raise CheckpointError(
@@ -47,10 +57,10 @@ def require_equal_weights(one: Model, other: Model, group: dist.ProcessGroup) ->
 
 
 @torch.no_grad()
-def _piece_sum(parameters: dict, key: Key, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    parameter, total = parameters[key], 0
+def _piece_sum(tensor: torch.Tensor, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for box in split(piece.target, _CHUNK_ELEMENTS):
-        bits = parameter[slices(box)].to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64)
+        bits = tensor[slices(box)].to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64)
         shift = [there - here for (there, _), (here, _) in zip(piece.source, piece.target, strict=True)]
         whole_box = tuple((start + by, stop + by) for (start, stop), by in zip(box, shift, strict=True))
         total = total + (bits * (2 * _indexes(whole_box, shape, bits.device) + 1)).sum()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.models.build import Model
+from megarlhf.models.lora import base_parameters, merged_parameters
 from megarlhf.weights.boxes import num_elements, slices
 from megarlhf.weights.checksum import require_equal_weights
 from megarlhf.weights.load import assert_same_parameters
@@ -34,7 +35,8 @@ class ReshardReport:
 class Resharder:
     """Carries the weights of `source` over to `target`: the same architecture and head in two layouts of one world.
 
-    The target's dtype may differ; what crosses between ranks is then the narrower of the two.
+    The target's dtype may differ; what crosses between ranks is then the narrower of the two. The target has no
+    adapters: those of the source arrive merged into its weights.
     """
 
     def __init__(self, source: Model, target: Model, bucket_bytes: int = BUCKET_BYTES):
@@ -54,19 +56,21 @@ class Resharder:
             "bfloat16" if torch.bfloat16 in (source.dtype, target.dtype) else "float32",
         )
         self.planned = ReshardReport(self.plan.bytes_moved, len(self.plan.messages), self.plan.peak_extra_bytes, 0.0)
-        assert_same_parameters(self.plan.source[self.rank], source.named_parameters())
+        assert_same_parameters(self.plan.source[self.rank], base_parameters(source))
         assert_same_parameters(self.plan.target[self.rank], target.named_parameters())
 
-    def run(self, *, is_checked: bool = False) -> ReshardReport:
+    def run(self, *, tensors: Mapping[Key, torch.Tensor] | None = None, is_checked: bool = False) -> ReshardReport:
         """Overwrite the target's weights (collective over the world). `is_checked` compares checksums afterwards.
 
-        Padding rows of the target's vocabulary are left as they are. Raises CheckpointError, on every rank, when
-        checksums differ.
+        `tensors` are what to carry over, by the keys of the source's own parameters and shaped like them (an average
+        of its weights, say); by default the source's weights, adapters merged in. Padding rows of the target's
+        vocabulary are left as they are. Raises CheckpointError, on every rank, when checksums differ.
         """
         start = time.perf_counter()
-        exchange(self.plan, self.source.named_parameters(), self.target.named_parameters(), self.group, self.device)
+        tensors = merged_parameters(self.source) if tensors is None else tensors
+        exchange(self.plan, tensors, self.target.named_parameters(), self.group, self.device)
         if is_checked:
-            require_equal_weights(self.source, self.target, self.group)
+            require_equal_weights(self.source, self.target, self.group, tensors=tensors)
         return replace(self.planned, duration_s=time.perf_counter() - start)
 
 

@@ -13,6 +13,7 @@ from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
+from megarlhf.models.lora import base_parameters
 from megarlhf.models.names import Head
 from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, num_elements, slices
@@ -38,8 +39,8 @@ def load_weights(model: Model, path: str | Path, *, new_value_head: bool = False
     """Fill `model` from the safetensors of a folder (collective over the model's world only to fail together).
 
     With `new_value_head` a value model may start from a folder without a value head (a language model's): the head is
-    then zero. Raises CheckpointError, before any weight changes, for missing or unexpected tensors, wrong shapes or
-    dtypes, and folders that are incomplete; all problems are listed.
+    then zero. Adapters are left as they are. Raises CheckpointError, before any weight changes, for missing or
+    unexpected tensors, wrong shapes or dtypes, and folders that are incomplete; all problems are listed.
     """
     problem, report = None, None
     try:
@@ -57,7 +58,7 @@ def _load(model: Model, folder: SafetensorsFolder, new_value_head: bool) -> Load
     ignored = _ignored(folder, model.architecture, wanted, new)
     _require_match(folder, {name: shape for name, shape in wanted.items() if name not in new}, ignored, model.head)
     held = local_map(model.architecture, model.groups.layout, model.groups.coordinates, model.head)
-    parameters = model.named_parameters()
+    parameters = base_parameters(model)
     assert_same_parameters(held, parameters)
     _require_tied_copy(folder, model.architecture, ignored, held.values())
     bytes_read = sum(_fill(parameters[key], tensor, folder, new) for key, tensor in held.items())

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLP
 
 from megarlhf.models.build import Model
+from megarlhf.models.lora import adapters
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,9 +39,12 @@ class Steps:
 
 
 def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
-    """Steps of this stage's layers; with repacked weights where that is possible and pays."""
+    """Steps of this stage's layers; with repacked weights where that is possible and pays.
+
+    A model with LoRA's adapters runs by its modules: repacked weights would leave the adapters out.
+    """
     (chunk,) = model.chunks
-    pack = num_new_tokens >= _WORTH_PACKING and can_pack(model)
+    pack = num_new_tokens >= _WORTH_PACKING and can_pack(model) and not adapters(model)
     return [
         _packed_steps(layer, model.groups.tp) if pack and _is_plain(layer) else _module_steps(layer)
         for layer in chunk.decoder.layers
