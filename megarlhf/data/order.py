@@ -1,4 +1,4 @@
-"""Which prompts a step uses: a pure function of (seed, step), so that a resumed run goes on where it stopped."""
+"""Which rows of a data set (prompts, say) a step uses: a pure function of (seed, step), so that a resumed run goes on where it stopped."""
 
 import random
 from collections import Counter
@@ -24,8 +24,8 @@ class PromptOrder:
     def __post_init__(self) -> None:
         if self.num_prompts < 1 or self.batch_size < 1:
             raise DataError(
-                f"batches of {self.batch_size} out of {self.num_prompts} prompts: both must be at least 1 "
-                "(rollout.batch_size, data.prompts)"
+                f"batches of {self.batch_size} out of {self.num_prompts} rows: both must be at least 1; "
+                "look at batch_size and at the data file"
             )
 
     def batch(self, step: int) -> list[int]:

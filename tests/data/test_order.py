@@ -42,9 +42,25 @@ def test_fewer_prompts_than_a_batch_are_used_again():
 
 
 def test_nothing_to_order_is_an_error():
-    with pytest.raises(DataError, match="out of 0 prompts"):
+    with pytest.raises(DataError, match="out of 0 rows"):
         PromptOrder(0, 4)
 
 
 def test_uses_of_one_prompt_are_told_apart():
     assert occurrences([7, 3, 7, 7, 3]) == [0, 0, 1, 2, 1]
+
+
+@given(num_prompts=sizes, batch_size=sizes)
+def test_epochs_count_how_often_a_row_was_used_before(num_prompts, batch_size):
+    order = PromptOrder(num_prompts, batch_size)
+    used = Counter()
+    for step in range(4):
+        for index, epoch in zip(order.batch(step), order.epochs(step), strict=True):
+            assert epoch == used[index]
+            used[index] += 1
+
+
+def test_batches_run_on_over_the_ends_of_epochs():
+    """1000 rows in batches of 128 for 3 epochs are 23 whole batches, not 3 times 7."""
+    assert PromptOrder(1000, 128).steps_of(3) == 23
+    assert PromptOrder(5, 32).steps_of(1) == 1

@@ -16,11 +16,6 @@ from tests import tiny
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    return Tokenizer(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
 @pytest.fixture
 def read(tmp_path, tokenizer):
     """Write bytes, text or rows to a file and read it as prompts."""
