@@ -1,4 +1,4 @@
-"""Which rows of a data set (prompts, say) a step uses: a pure function of (seed, step), so that a resumed run goes on where it stopped."""
+"""Which rows of a data set a step uses: a pure function of (seed, step), so that a resumed run finds its place."""
 
 import random
 from collections import Counter
