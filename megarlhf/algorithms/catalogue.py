@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megarlhf.algorithms.credit import minibatch_advantages, ppo_credit
-from megarlhf.algorithms.losses import clipped_policy_loss, clipped_value_loss
-from megarlhf.algorithms.state import AlgorithmState, ppo_state
+from megarlhf.algorithms import credit, losses, preferences, reward_model, state
+from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config import algorithms as config
 from megarlhf.records import Denominators, Experience, Metric, Prediction, TokenBatch
 
@@ -27,6 +26,10 @@ def _never(settings: Settings) -> bool:
 
 def _as_it_is(minibatch: Experience, settings: Settings) -> Experience:
     return minibatch
+
+
+def _settings_as_they_are(settings: Settings, state: AlgorithmState) -> Settings:
+    return settings
 
 
 def _as_before(state: AlgorithmState, settings: Settings, metrics: Mapping[str, float]) -> AlgorithmState:
@@ -57,6 +60,8 @@ class Algorithm:
     """(new batch, settings) -> the rows that the scorers see; credit may drop those it added."""
     after_step: Callable[[AlgorithmState, Settings, Mapping[str, float]], AlgorithmState] = _as_before
     """(state, settings, the step's metrics) -> state of the next step."""
+    settings_now: Callable[[Settings, AlgorithmState], Settings] = _settings_as_they_are
+    """(settings, state before this step's credit) -> settings with the step's coefficients, for the losses."""
     needs_entropy: Callable[[Settings], bool] = _never
     """Whether the actor's loss reads `Prediction.entropy`."""
     keeps_groups: bool = False
@@ -65,17 +70,85 @@ class Algorithm:
     """Where a value head is read for the masked token at t+1: before it, at t, or at the token itself, at t+1."""
 
 
-def _ppo_reads(settings: config.PPO) -> tuple[str, ...]:
-    return ("logp_rollout", "logp_start", "logp_reference", "value", "score")
-
-
 PPO = Algorithm(
     name="ppo",
     settings=config.PPO,
-    reads=_ppo_reads,
-    initial_state=ppo_state,
-    credit=ppo_credit,
-    prepare_minibatch=minibatch_advantages,
-    actor_loss=clipped_policy_loss,
-    critic_loss=clipped_value_loss,
+    reads=credit.ppo_reads,
+    initial_state=state.ppo_state,
+    credit=credit.ppo_credit,
+    prepare_minibatch=credit.minibatch_advantages,
+    actor_loss=losses.ppo_policy_loss,
+    critic_loss=losses.clipped_value_loss,
+    after_step=state.after_ppo_step,
+    settings_now=state.ppo_settings_now,
+    needs_entropy=losses.needs_entropy,
 )
+
+
+def _without_critic(name: str, settings: type, assign: Credit) -> Algorithm:
+    return Algorithm(
+        name=name,
+        settings=settings,
+        reads=credit.policy_reads,
+        initial_state=state.policy_state,
+        credit=assign,
+        prepare_minibatch=credit.minibatch_advantages,
+        actor_loss=losses.clipped_policy_loss,
+        critic_loss=None,
+        settings_now=state.policy_settings_now,
+        needs_entropy=losses.needs_entropy,
+    )
+
+
+GRPO = _without_critic("grpo", config.GRPO, credit.grpo_credit)
+RLOO = _without_critic("rloo", config.RLOO, credit.rloo_credit)
+REINFORCE_PLUS_PLUS = _without_critic("reinforce++", config.ReinforcePlusPlus, credit.reinforce_plus_plus_credit)
+
+DPO = Algorithm(
+    name="dpo",
+    settings=config.DPO,
+    reads=preferences.dpo_reads,
+    initial_state=state.no_state,
+    credit=None,
+    actor_loss=preferences.dpo_loss,
+    critic_loss=None,
+    keeps_groups=True,
+)
+
+KTO = Algorithm(
+    name="kto",
+    settings=config.KTO,
+    reads=preferences.kto_reads,
+    initial_state=state.no_state,
+    before_scoring=preferences.with_mismatched,
+    credit=preferences.kto_credit,
+    actor_loss=preferences.kto_loss,
+    critic_loss=None,
+)
+
+SFT = Algorithm(
+    name="sft",
+    settings=config.SFT,
+    reads=preferences.sft_reads,
+    initial_state=state.no_state,
+    credit=None,
+    actor_loss=preferences.sft_loss,
+    critic_loss=None,
+)
+
+REWARD_MODELLING = Algorithm(
+    name="rm",
+    settings=config.RewardModelling,
+    reads=reward_model.reward_reads,
+    initial_state=state.no_state,
+    credit=None,
+    actor_loss=None,
+    critic_loss=reward_model.reward_loss,
+    keeps_groups=True,
+    value_at="token",
+)
+
+ALGORITHMS = {
+    algorithm.name: algorithm for algorithm in (PPO, GRPO, RLOO, REINFORCE_PLUS_PLUS, DPO, KTO, SFT, REWARD_MODELLING)
+}
+"""By the name of their command."""

@@ -1,52 +1,31 @@
-"""Credit assignment: from scores, KL and values to an advantage and a value target for every sampled token.
+"""Credit assignment: from rewards and penalties to an advantage (and a value target) for every sampled token.
 
 All functions are pure, take right- or left-padded [B, T] tensors with a mask, and never read a masked position: the
-mask may have holes (tokens that the policy did not sample).
+mask may have holes (tokens that the policy did not sample). The metrics are those of `shaping.earnings`.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarlhf.algorithms.divergence import ESTIMATORS
-from megarlhf.algorithms.state import AlgorithmState, with_observed_kl
-from megarlhf.config.algorithms import PPO
+from megarlhf.algorithms.groups import centred, group_relative, leave_one_out
+from megarlhf.algorithms.moments import whiten
+from megarlhf.algorithms.shaping import earnings, token_rewards
+from megarlhf.algorithms.state import AlgorithmState
+from megarlhf.config.algorithms import GRPO, PPO, RLOO, PolicyGradient, ReinforcePlusPlus
 from megarlhf.records import Experience
 
-_VARIANCE_EPSILON = 1e-8
+Credited = tuple[Experience, AlgorithmState, dict[str, float]]
 
 
-def last_valid(mask: Tensor) -> Tensor:
-    """[B] int64: index of each row's last true position in mask [B, T]; -1 for a row without one."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask, position, -1).amax(dim=1)
+def policy_reads(settings: PolicyGradient) -> tuple[str, ...]:
+    """Fields that every algorithm with samples needs; the reference only where something is made of it."""
+    reference = ("logp_reference",) if settings.kl_coef > 0 else ()
+    return ("logp_rollout", "logp_start", *reference, "score")
 
 
-def at_last_valid(values: Tensor, mask: Tensor) -> Tensor:
-    """[B]: values [B, T] at each row's last valid position, whichever side is padded; 0 for a row without one."""
-    index = last_valid(mask)
-    picked = values.gather(1, index.clamp(min=0)[:, None])[:, 0]
-    return torch.where(index >= 0, picked, torch.zeros_like(picked))
-
-
-def shaped_reward(score: Tensor, finished: Tensor, settings: PPO) -> Tensor:
-    """[B] float32: scores [B] of any dtype, clipped to +-reward_clip, then less the penalty where not finished [B]."""
-    reward = score.to(torch.float32)
-    if settings.reward_clip > 0:
-        reward = reward.clamp(-settings.reward_clip, settings.reward_clip)
-    return reward - settings.missing_eos_penalty * (~finished).to(torch.float32)
-
-
-def token_rewards(kl: Tensor, reward: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """[B, T] float32: -kl_coef * kl [B, T] at valid positions, plus reward [B] at each row's last valid one.
-
-    A row without a valid position pays its reward nowhere.
-    """
-    penalty = torch.where(mask, -kl_coef * kl.to(torch.float32), 0.0)
-    position = torch.arange(mask.shape[1], device=mask.device)
-    terminal = position == last_valid(mask)[:, None]
-    return penalty + torch.where(terminal, reward.to(torch.float32)[:, None], 0.0)
+def ppo_reads(settings: PPO) -> tuple[str, ...]:
+    """The same, and the critic's values."""
+    return (*policy_reads(settings), "value")
 
 
 def gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: float) -> tuple[Tensor, Tensor]:
@@ -68,36 +47,12 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: floa
     return advantage, torch.where(mask, advantage + value, 0.0)
 
 
-class Moments(NamedTuple):
-    """Mean and variance of some valid tokens. The variance is the unbiased one (divided by count - 1)."""
-
-    mean: float
-    variance: float
+def returns_to_go(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """[B, T] float32: sum over the row's later valid positions (this one included) of gamma^distance * reward."""
+    return gae(reward, torch.zeros_like(reward), mask, gamma, 1.0)[0]
 
 
-def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Moments of values [B, T] where mask [B, T], summed in float64. The variance of fewer than two is 0."""
-    valid = values[mask].to(torch.float64)
-    if not len(valid):
-        return Moments(0.0, 0.0)
-    return Moments(float(valid.mean()), float(valid.var(unbiased=True)) if len(valid) > 1 else 0.0)
-
-
-def standardise(values: Tensor, mask: Tensor, over: Moments, *, keep_mean: bool = False) -> Tensor:
-    """[B, T] float32: (values - mean) / sqrt(variance + 1e-8), plus the mean again with `keep_mean`; 0 where masked.
-
-    Values that are all equal become exactly 0: the subtraction is in float64, so there is no rounding to blow up.
-    """
-    centred = (values.to(torch.float64) - over.mean) / (over.variance + _VARIANCE_EPSILON) ** 0.5
-    return torch.where(mask, centred + (over.mean if keep_mean else 0.0), 0.0).to(torch.float32)
-
-
-def whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
-    """`standardise` by the values' own moments."""
-    return standardise(values, mask, moments(values, mask), keep_mean=keep_mean)
-
-
-def minibatch_advantages(minibatch: Experience, settings: PPO) -> Experience:
+def minibatch_advantages(minibatch: Experience, settings: PolicyGradient) -> Experience:
     """The minibatch as its losses should see it: advantages whitened over *its* tokens when the settings say so.
 
     `minibatch` holds the whole global minibatch (all data-parallel ranks), so every split of it gives the same.
@@ -108,57 +63,66 @@ def minibatch_advantages(minibatch: Experience, settings: PPO) -> Experience:
     return minibatch.replace(advantage=whiten(minibatch.advantage, minibatch.mask))
 
 
-def ppo_credit(
-    experience: Experience, settings: PPO, state: AlgorithmState
-) -> tuple[Experience, AlgorithmState, dict[str, float]]:
-    """Fill reward, token_reward, advantage and target, and say what the step's rollouts were like.
+def ppo_credit(experience: Experience, settings: PPO, state: AlgorithmState) -> Credited:
+    """Fill reward, token_reward, advantage and target by GAE.
 
     Targets are raw advantages plus the values at rollout; whitening comes after and touches the advantages only.
-    The KL coefficient is the state's; it moves for the next step. The metrics are documented at `_metrics`.
     Pure and the same on every rank that holds the same experience.
     """
-    experience.require(["logp_rollout", "logp_start", "logp_reference", "value", "score"])
-    mask, kl_coef = experience.mask, state.kl.coefficient
-    kl = ESTIMATORS[settings.kl_estimator](experience.logp_start, experience.logp_reference)
-    kl = torch.where(mask, kl, 0.0)
-    reward = shaped_reward(experience.score, experience.finished, settings)
-    token_reward = token_rewards(kl, reward, mask, kl_coef)
-    metrics = _metrics(experience, kl, reward, kl_coef)
+    experience.require(ppo_reads(settings))
+    mask, earned = experience.mask, earnings(experience, settings, state)
+    token_reward = token_rewards(earned.penalty, earned.reward, mask)
     if settings.whiten_rewards:
         token_reward = whiten(token_reward, mask, keep_mean=True)
     advantage, target = gae(token_reward, experience.value, mask, settings.gamma, settings.lambda_)
-    if settings.whiten_advantages == "batch":
-        advantage = whiten(advantage, mask)
-    filled = experience.replace(reward=reward, token_reward=token_reward, advantage=advantage, target=target)
-    if "objective/kl" in metrics:
-        state = with_observed_kl(state, metrics["objective/kl"], experience.num_rows)
-    return filled, state, metrics
+    filled = experience.replace(
+        reward=earned.reward,
+        token_reward=token_reward,
+        advantage=_batch_whitened(advantage, mask, settings),
+        target=target,
+    )
+    return filled, earned.state, earned.metrics
 
 
-def _metrics(experience: Experience, kl: Tensor, reward: Tensor, kl_coef: float) -> dict[str, float]:
-    """Of the rollouts, before any whitening. Rows without a sampled token count for the scores only.
+def grpo_credit(experience: Experience, settings: GRPO, state: AlgorithmState) -> Credited:
+    """Fill reward and advantage: every token gets its response's `group_relative` reward (KL penalties summed in)."""
+    experience.require(policy_reads(settings))
+    earned = earnings(experience, settings, state)
+    total, sampled = earned.reward + earned.penalty.sum(dim=1), experience.mask.any(dim=1)
+    relative = group_relative(total, experience.group, sampled, settings.group_std)
+    return _of_rows(experience, settings, earned.reward, relative), earned.state, earned.metrics
 
-    objective/kl_coef           the coefficient that this step used
-    objective/kl                mean over sequences of the summed KL, nats, by the estimator of the settings
-    objective/scores            mean score as the reward gave it
-    objective/non_score_reward  mean over sequences of the summed KL penalty
-    objective/rlhf_reward       mean over sequences of shaped reward plus KL penalty
-    val/num_eos_tokens          responses that ended by themselves
-    rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats
+
+def rloo_credit(experience: Experience, settings: RLOO, state: AlgorithmState) -> Credited:
+    """Fill reward and advantage: every token gets its response's reward less the `leave_one_out` baseline."""
+    experience.require(policy_reads(settings))
+    earned = earnings(experience, settings, state)
+    total, sampled = earned.reward + earned.penalty.sum(dim=1), experience.mask.any(dim=1)
+    relative = leave_one_out(total, experience.group, sampled, divide_by_peer_std=settings.divide_by_peer_std)
+    return _of_rows(experience, settings, earned.reward, relative), earned.state, earned.metrics
+
+
+def reinforce_plus_plus_credit(experience: Experience, settings: ReinforcePlusPlus, state: AlgorithmState) -> Credited:
+    """Fill reward, token_reward and advantage: discounted returns to go, whitened over the batch's tokens.
+
+    Hu, "REINFORCE++", 2025, equations 5 to 7: A_t = r - beta * sum of the KL from t on, then (A - mean) / std over the
+    global batch. The baseline form first takes the mean reward of the response's group off r.
     """
-    metrics = {
-        "objective/kl_coef": kl_coef,
-        "objective/scores": float(experience.score.mean()),
-        "val/num_eos_tokens": float(experience.finished.sum()),
-    }
-    sampled = experience.mask.any(dim=1)
-    if not bool(sampled.any()):
-        return metrics
-    kl_mean = float(kl.sum(dim=1)[sampled].mean())
-    gap = (experience.logp_rollout - experience.logp_start)[experience.mask].abs().max()
-    return metrics | {
-        "objective/kl": kl_mean,
-        "objective/non_score_reward": -kl_coef * kl_mean,
-        "objective/rlhf_reward": float(reward[sampled].mean()) - kl_coef * kl_mean,
-        "rollout/logp_gap_max": float(gap),
-    }
+    experience.require(policy_reads(settings))
+    mask, earned = experience.mask, earnings(experience, settings, state)
+    reward = earned.reward
+    if settings.baseline:
+        reward = centred(reward, experience.group, mask.any(dim=1)).to(torch.float32)
+    token_reward = token_rewards(earned.penalty, reward, mask)
+    advantage = _batch_whitened(returns_to_go(token_reward, mask, settings.gamma), mask, settings)
+    filled = experience.replace(reward=earned.reward, token_reward=token_reward, advantage=advantage)
+    return filled, earned.state, earned.metrics
+
+
+def _batch_whitened(advantage: Tensor, mask: Tensor, settings: PolicyGradient) -> Tensor:
+    return whiten(advantage, mask) if settings.whiten_advantages == "batch" else advantage
+
+
+def _of_rows(experience: Experience, settings: PolicyGradient, reward: Tensor, relative: Tensor) -> Experience:
+    advantage = torch.where(experience.mask, relative[:, None], 0.0)
+    return experience.replace(reward=reward, advantage=_batch_whitened(advantage, experience.mask, settings))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megarlhf.config.algorithms import PPO
+from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.errors import ConfigError
 
 _MAX_ERROR = 0.2
@@ -55,7 +55,7 @@ class AdaptiveKL:
 KLController = FixedKL | AdaptiveKL
 
 
-def kl_controller(settings: PPO) -> KLController:
+def kl_controller(settings: PolicyGradient) -> KLController:
     """The controller that the settings ask for, at its start. Raises ConfigError for a target or horizon of 0."""
     if settings.kl_controller == "adaptive":
         return AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon)

@@ -2,7 +2,7 @@
 
 from math import cos, pi
 
-from megarlhf.config.algorithms import PPO
+from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.config.settings import Optimizer
 
 
@@ -31,6 +31,6 @@ def num_updates(num_samples: int, batch_size: int, num_epochs: int) -> int:
     return num_samples * num_epochs // batch_size
 
 
-def updates_per_step(settings: PPO) -> int:
+def updates_per_step(settings: PolicyGradient) -> int:
     """Optimizer updates on one batch of rollouts (fewer when the target KL stops a step)."""
     return settings.num_epochs * settings.num_minibatches

@@ -7,18 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.algorithms.credit import (
-    at_last_valid,
-    gae,
-    last_valid,
-    minibatch_advantages,
-    moments,
-    ppo_credit,
-    shaped_reward,
-    token_rewards,
-    whiten,
-)
+from megarlhf.algorithms.credit import gae, minibatch_advantages, ppo_credit
 from megarlhf.algorithms.kl_control import FixedKL
+from megarlhf.algorithms.moments import moments, whiten
+from megarlhf.algorithms.shaping import at_last_valid, last_valid, shaped_reward, token_rewards
 from megarlhf.algorithms.state import AlgorithmState, ppo_state
 from megarlhf.config.settings import PPO
 from tests.algorithms.batches import bools, experience_of, floats
@@ -104,14 +96,14 @@ def test_the_last_valid_position_is_found_for_both_padding_sides():
 def test_the_score_lands_on_the_last_sampled_token():
     kl = floats([0.1, 0.2, -0.1, 0, 0.3], [0.5, 0.1, 9, 9, 9])
     mask = bools([1, 1, 1, 1, 1], [1, 1, 0, 0, 0])
-    found = token_rewards(kl, torch.tensor([0.8, -0.5]), mask, kl_coef=0.1)
+    found = token_rewards(-0.1 * kl, torch.tensor([0.8, -0.5]), mask)
     close(found, [[-0.01, -0.02, 0.01, 0, 0.77], [-0.05, -0.51, 0, 0, 0]])
-    without_kl = token_rewards(kl, torch.tensor([0.8, -0.5]), mask, kl_coef=0.0)
+    without_kl = token_rewards(-0.0 * kl, torch.tensor([0.8, -0.5]), mask)
     close(without_kl.sum(dim=1), [0.8, -0.5])
 
 
 def test_an_empty_response_is_paid_nowhere():
-    assert token_rewards(floats([1, 1, 1]), torch.tensor([10.0]), bools([0, 0, 0]), 0.1).tolist() == [[0, 0, 0]]
+    assert token_rewards(floats([1, 1, 1]), torch.tensor([10.0]), bools([0, 0, 0])).tolist() == [[0, 0, 0]]
 
 
 def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
@@ -122,7 +114,8 @@ def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
     assert torch.equal(both.advantage[1:], alone.advantage) and not both.advantage[0].any()
     assert metrics["objective/scores"] == 5.5
     assert metrics["objective/kl"] == alone_metrics["objective/kl"] == 0.5
-    assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"] == 1.0 - 0.1 * 0.5
+    assert metrics["objective/rlhf_reward"] == alone_metrics["objective/rlhf_reward"]
+    assert metrics["objective/rlhf_reward"] == pytest.approx(1.0 - 0.1 * 0.5)
     _, _, nothing = ppo_credit(empty_row.select([0]), PPO(), at(0.1))
     assert nothing == {"objective/kl_coef": 0.1, "objective/scores": 10.0, "val/num_eos_tokens": 1.0}
 
@@ -130,17 +123,17 @@ def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
 def test_scores_of_any_type_are_shaped_in_float32():
     finished = torch.ones(4, dtype=torch.bool)
     for score in (torch.tensor([1, 0, 1, 0]), torch.tensor([True, False, True, False])):
-        reward = shaped_reward(score, finished, PPO())
+        reward = shaped_reward(score, finished, torch.ones(4), PPO())
         assert reward.dtype == torch.float32 and reward.tolist() == [1, 0, 1, 0]
     close_scores = torch.tensor([1, 1, 1, 1.0078125], dtype=torch.bfloat16)
-    reward = shaped_reward(close_scores, finished, PPO())
+    reward = shaped_reward(close_scores, finished, torch.ones(4), PPO())
     close(whiten(reward[None], finished[None]), [[-0.5, -0.5, -0.5, 1.5]], 1e-3)
 
 
 def test_scores_are_clipped_before_the_missing_end_is_punished():
     settings_ = PPO(reward_clip=2.0, missing_eos_penalty=1.5)
     finished = torch.tensor([True, False, False, True])
-    found = shaped_reward(torch.tensor([5.0, 5.0, -1.0, -9.0]), finished, settings_)
+    found = shaped_reward(torch.tensor([5.0, 5.0, -1.0, -9.0]), finished, torch.ones(4), settings_)
     assert found.tolist() == [2.0, 0.5, -2.5, -2.0]
 
 
