@@ -46,25 +46,32 @@ def test_a_broken_parquet_file_is_an_error(tmp_path):
         values(tmp_path / "x.parquet")
 
 
-def test_a_saved_data_set_gives_its_rows(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    assert values(tmp_path / "one") == ROWS
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS[1:])}).save_to_disk(tmp_path / "several")
-    assert values(tmp_path / "several", "test") == ROWS[1:]
-    with pytest.raises(DataError, match=r"several has no split 'train'; its splits are \['test'\]"):
-        values(tmp_path / "several")
-
-
-def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
+@pytest.fixture
+def data_set_folder(tmp_path, monkeypatch):
+    """A folder with ROWS as train.jsonl, and the package that reads it."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / "train.jsonl", ROWS)
-    assert values(tmp_path / "folder") == ROWS
+    return tmp_path / "folder", datasets
+
+
+def test_a_folder_of_files_is_a_data_set(data_set_folder, tmp_path):
+    assert values(data_set_folder[0]) == ROWS
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty cannot be read as a data set"):
         values(tmp_path / "empty")
+
+
+def test_a_saved_data_set_gives_its_rows(data_set_folder, tmp_path):
+    folder, datasets = data_set_folder
+    rows = datasets.load_dataset(str(folder), split="train")
+    rows.save_to_disk(tmp_path / "one")
+    assert values(tmp_path / "one") == ROWS
+    datasets.DatasetDict({"test": rows.select([1])}).save_to_disk(tmp_path / "several")
+    assert values(tmp_path / "several", "test") == ROWS[1:]
+    with pytest.raises(DataError, match=r"several has no split 'train'; its splits are \['test'\]"):
+        values(tmp_path / "several")
 
 
 @pytest.mark.parametrize(
