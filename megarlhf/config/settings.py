@@ -79,10 +79,22 @@ class Critic:
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy that the KL penalty is measured against. It shares the actor's training module."""
+    """The frozen policy that the KL penalty is measured against. It shares the actor's training module, or is asked
+    over HTTP."""
 
     model: str = ""
     """Folder of the reference weights, of the actor's architecture; empty: the actor's starting weights."""
+    url: str = ""
+    """Address of `megarlhf serve MODEL_DIR --role reference`, such as http://127.0.0.1:8000, to ask instead of keeping
+    the reference here; it may be of any architecture with the actor's tokenizer. Empty: it is kept here."""
+    timeout_s: float = 120.0
+    """Seconds that one request to the server may take."""
+    retries: int = 2
+    """Further tries of a request that failed, after pauses that double; then the run stops."""
+    request_rows: int = 64
+    """Sequences sent to the server in one request."""
+    token_file: str = ""
+    """File with the bearer token that the server asks for; empty: none is sent."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarlhf.config.settings import Reward
 from megarlhf.engines.scorer import RewardModelScorer
 from megarlhf.errors import RewardError
+from megarlhf.loop.remote import ask_on_all_ranks
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Mean, Metric, Total
 from megarlhf.rewards.sources import Source, sources
@@ -96,26 +97,22 @@ def score_on_all_ranks(source: Source, experience: Experience, isolate_s: float)
     A failure on any rank raises RewardError on all of them, so that none waits for the others. With `isolate_s` > 0
     the failing rows are NaN instead.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    size = -(-experience.num_rows // world_size)
-    rows = range(rank * size, min(experience.num_rows, (rank + 1) * size))
-    scores, failure = torch.zeros(0), ""
-    if rows:
-        part = experience.select(list(rows))
+
+    def ask(part: Experience) -> tuple[torch.Tensor, str]:
         try:
-            scores = source.scores(part)
+            return source.scores(part), ""
         except RewardError as problem:
-            failure = f"rank {rank}: {problem}"
-            scores = _isolate(source, part, isolate_s) if isolate_s else scores
-    gathered: list = [None] * world_size
-    dist.all_gather_object(gathered, (scores, failure))
-    failures = [text for _, text in gathered if text]
+            scores = _isolate(source, part, isolate_s) if isolate_s else torch.zeros(0)
+            return scores, f"rank {dist.get_rank()}: {problem}"
+
+    answers = ask_on_all_ranks(ask, experience)
+    failures = "\n".join(text for _, text in answers if text)
     if failures and not isolate_s:
-        raise RewardError("\n".join(failures))
-    result = torch.cat([part for part, _ in gathered])
-    if failures and rank == 0:
+        raise RewardError(failures)
+    result = torch.cat([scores for scores, _ in answers])
+    if failures and dist.get_rank() == 0:
         lost = int(result.isnan().sum())
-        _log.warning("reward %s: %d responses have no score: %s", source.name, lost, "\n".join(failures))
+        _log.warning("reward %s: %d responses have no score: %s", source.name, lost, failures)
     return result
 
 

@@ -22,8 +22,12 @@ Route = Callable[[dict[str, Any]], dict[str, Any]]
 _log = logging.getLogger(__name__)
 
 
-class BadRequest(ValueError):
-    """What was sent cannot be answered; the text goes back to the sender with status 400."""
+class Refusal(Exception):
+    """A request that is not answered: the text goes back to the sender with the HTTP status."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
 
 
 class JsonServer:
@@ -63,12 +67,6 @@ class _Server(ThreadingHTTPServer):
         _log.info("%s: connection lost", client_address, exc_info=True)
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.status = status
-
-
 class _Handler(BaseHTTPRequestHandler):
     routes: Mapping[tuple[str, str], Route]
     token: str
@@ -89,10 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self, method: str) -> None:
         try:
             self._send(200, self._answer(method))
-        except _Refused as refusal:
+        except Refusal as refusal:
             self._send(refusal.status, {"error": str(refusal)})
-        except BadRequest as problem:
-            self._send(400, {"error": str(problem)})
         except TimeoutError:
             self._send(408, {"error": f"the request did not arrive within {IDLE_S} s"})
         except ConnectionError:
@@ -103,14 +99,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> dict[str, Any]:
         if self.token and not self._is_authorised():
-            raise _Refused(401, "send the server's token as `Authorization: Bearer TOKEN`")
+            raise Refusal(401, "send the server's token as `Authorization: Bearer TOKEN`")
         path = self.path.partition("?")[0]
         methods = [known for known, where in self.routes if where == path]
         if not methods:
             known = ", ".join(sorted(f"{method} {where}" for method, where in self.routes))
-            raise _Refused(404, f"{path}: nothing is here; this server answers {known}")
+            raise Refusal(404, f"{path}: nothing is here; this server answers {known}")
         if method not in methods:
-            raise _Refused(405, f"{path} is asked by {methods[0]}")
+            raise Refusal(405, f"{path} is asked by {methods[0]}")
         return self.routes[method, path](self._body() if method == "POST" else {})
 
     def _is_authorised(self) -> bool:
@@ -120,18 +116,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit():
-            raise _Refused(411, "send a body with its Content-Length")
+            raise Refusal(411, "send a body with its Content-Length")
         if len(length) > 18 or int(length) > self.max_bytes:
-            raise _Refused(413, f"{length} bytes are more than the {self.max_bytes} that this server takes at once")
+            raise Refusal(413, f"{length} bytes are more than the {self.max_bytes} that this server takes at once")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            raise _Refused(400, f"the body ended after {len(body)} of {length} bytes")
+            raise Refusal(400, f"the body ended after {len(body)} of {length} bytes")
         try:
             value = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise _Refused(400, f"the body is not JSON: {error}") from error
+            raise Refusal(400, f"the body is not JSON: {error}") from error
         if not isinstance(value, dict):
-            raise _Refused(400, f"the body is a {type(value).__name__}; send an object")
+            raise Refusal(400, f"the body is a {type(value).__name__}; send an object")
         return value
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""Answers from outside the world: each rank asks about its own run of rows, and all ranks get all answers.
+
+The reference of a run can be such an outsider: a server that keeps the model, on this machine or another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megarlhf.config.settings import Reference
+from megarlhf.errors import ConfigError, RemoteError
+from megarlhf.records.experience import Experience, response_mask, scatter_rows
+from megarlhf.rewards.remote import Endpoint, check_url, is_finite_number, numbers, read_token
+from megarlhf.rewards.sources import token_ids
+
+Answer = TypeVar("Answer")
+
+
+def ask_on_all_ranks(ask: Callable[[Experience], Answer], experience: Experience) -> list[Answer]:
+    """What `ask` returned for each rank's run of consecutive rows, in their order. Collective over the world.
+
+    `ask` must not raise: its rank would leave the others waiting. A rank without rows does not ask.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    size = -(-experience.num_rows // world_size)
+    rows = range(rank * size, min(experience.num_rows, (rank + 1) * size))
+    gathered: list[list[Answer]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(gathered, [ask(experience.select(rows))] if rows else [])
+    return [answer for part in gathered for answer in part]
+
+
+@dataclass(frozen=True)
+class RemoteReference:
+    """Log-probs under a reference that a server keeps (`megarlhf serve MODEL_DIR --role reference`)."""
+
+    endpoint: Endpoint
+    """Its /logprobs."""
+    temperature: float
+    request_rows: int
+    tokenizer: str
+    """Fingerprint of the tokenizer that the ids belong to."""
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Fills `logp_reference` [B, T]. Collective over the world; raises RemoteError on all ranks or on none."""
+        answers = ask_on_all_ranks(self._ask, experience)
+        _raise_together([text for _, text in answers if text])
+        everywhere = response_mask(experience.lengths, experience.prompt_lengths, experience.mask.shape[1])
+        logp = scatter_rows([row for rows, _ in answers for row in rows], everywhere)
+        return experience.replace(logp_reference=logp * experience.mask)
+
+    def _ask(self, rows: Experience) -> tuple[list[list[float]], str]:
+        """Log-probs of every response token of each row, and why there are none."""
+        found: list[list[float]] = []
+        try:
+            for start in range(0, rows.num_rows, self.request_rows):
+                found += self._request(rows.select(range(start, min(rows.num_rows, start + self.request_rows))))
+        except RemoteError as error:
+            return [], f"reference.url: rank {dist.get_rank()}: {error}"
+        return found, ""
+
+    def _request(self, rows: Experience) -> list[list[float]]:
+        body = token_ids(rows)
+        answer = self.endpoint.post({**body, "temperature": self.temperature, "tokenizer": self.tokenizer})
+        found = numbers(answer, "logprobs", rows.num_rows, self.endpoint.url)
+        for logps, ids in zip(found, body["response_ids"], strict=True):
+            if not isinstance(logps, list) or len(logps) != len(ids) or not all(map(is_finite_number, logps)):
+                raise RemoteError(f"{self.endpoint.url}: a row of logprobs is not one number per response token")
+        return found
+
+
+def remote_reference(settings: Reference, tokenizer: str, temperature: float) -> RemoteReference:
+    """The server at `reference.url`, which has answered that it is one for this tokenizer. Collective over the world.
+
+    `tokenizer` is the fingerprint of the actor's. Raises ConfigError on every rank.
+    """
+    token = read_token("reference.token_file", settings.token_file)
+    base = check_url("reference.url", settings.url).rstrip("/").removesuffix("/logprobs")
+    problems: list = [""] * dist.get_world_size()
+    health = Endpoint(f"{base}/health", settings.timeout_s, settings.retries, token)
+    dist.all_gather_object(problems, _unfit(health, tokenizer))
+    if any(problems):
+        raise ConfigError([f"reference.url: rank {rank}: {text}" for rank, text in enumerate(problems) if text])
+    endpoint = Endpoint(f"{base}/logprobs", settings.timeout_s, settings.retries, token)
+    return RemoteReference(endpoint, temperature, settings.request_rows, tokenizer)
+
+
+def _unfit(health: Endpoint, tokenizer: str) -> str:
+    """Why what answers at `health` cannot be the reference; "" when it can."""
+    try:
+        found = health.get()
+    except RemoteError as error:
+        return f"{error}; start it with `megarlhf serve MODEL_DIR --role reference`"
+    if found.get("role") != "reference":
+        return f"{health.url}: its role is {found.get('role')!r}; serve the model with --role reference"
+    if found.get("tokenizer") != tokenizer:
+        return f"{health.url}: the tokenizer of its model differs from the actor's; use models that share a tokenizer"
+    return ""
+
+
+def _raise_together(problems: list[str]) -> None:
+    """Every rank holds the same list, so all raise or none."""
+    if problems:
+        raise RemoteError("\n".join(problems))

@@ -1,0 +1,150 @@
+"""A model that answers questions: bodies of requests are checked and become rows, rows become scores or log-probs.
+
+Checking happens wherever the request arrived; answering is collective, so every rank of the model gets the question.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
+from megarlhf.errors import DataError
+from megarlhf.models.build import Model
+from megarlhf.records.experience import Experience
+from megarlhf.rewards.remote import is_finite_number
+from megarlhf.rewards.server import Refusal
+
+ServedRole = Literal["reward", "reference"]
+PATHS: dict[ServedRole, str] = {"reward": "/score", "reference": "/logprobs"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request that was found answerable."""
+
+    rows: Experience
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """A reward model or reference with its tokenizer."""
+
+    role: ServedRole
+    model: Model
+    tokenizer: Tokenizer
+    max_tokens: int
+    """Tokens packed into one micro-batch."""
+
+    @property
+    def path(self) -> str:
+        """Where it is asked."""
+        return PATHS[self.role]
+
+    def health(self) -> dict[str, Any]:
+        """Who this is."""
+        architecture = self.model.architecture
+        return {
+            "role": self.role,
+            "path": self.path,
+            "model": self.tokenizer.folder.absolute().name,
+            "tokenizer": self.tokenizer.fingerprint,
+            "vocab_size": architecture.vocab_size,
+            "max_positions": architecture.max_positions,
+        }
+
+    def question(self, body: dict[str, Any]) -> Question:
+        """The body's rows: its `prompt_ids` and `response_ids`, or, for scores, its `prompts` and `responses`.
+
+        Ids of another tokenizer (`tokenizer` is a fingerprint) are passed over for the texts. Raises Refusal.
+        """
+        own_ids = body.get("tokenizer", self.tokenizer.fingerprint) == self.tokenizer.fingerprint
+        if "prompt_ids" in body and own_ids:
+            prompts, responses = _ids(body, "prompt_ids"), _ids(body, "response_ids")
+        elif self.role == "reward" and "prompts" in body:
+            prompts, responses = self._encoded(body)
+        elif "prompt_ids" in body:
+            raise Refusal(400, "tokenizer: the ids are of another tokenizer than this model's; send texts, if to score")
+        else:
+            texts = ", or prompts and responses" if self.role == "reward" else ""
+            raise Refusal(400, f"send prompt_ids and response_ids{texts}; the keys sent are {sorted(body)}")
+        if len(prompts) != len(responses):
+            raise Refusal(400, f"{len(prompts)} prompts and {len(responses)} responses; send as many of each")
+        self._check(prompts, responses)
+        return Question(_rows(prompts, responses), self._temperature(body))
+
+    def answer(self, question: Question) -> dict[str, list]:
+        """{"scores": [B]} or {"logprobs": [B][tokens of the response]}. Collective over the world."""
+        rows = question.rows
+        if not rows.num_rows:
+            return {"scores" if self.role == "reward" else "logprobs": []}
+        if self.role == "reward":
+            return {"scores": RewardModelScorer(self.model, self.max_tokens).scores(rows).tolist()}
+        scored = LogprobScorer(self.model, "logp_reference", question.temperature, self.max_tokens).annotate(rows)
+        assert scored.logp_reference is not None
+        pairs = zip(scored.logp_reference, rows.mask, strict=True)
+        return {"logprobs": [logp[mask].tolist() for logp, mask in pairs]}
+
+    def _temperature(self, body: dict[str, Any]) -> float:
+        value = body.get("temperature", 1.0)
+        if not is_finite_number(value) or value <= 0:
+            raise Refusal(400, f"temperature: {value!r}; send a number above 0")
+        return float(value)
+
+    def _encoded(self, body: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+        """Ids of texts; a response whose entry in `finished` is true gets the model's end token."""
+        prompts, responses = _list(body, "prompts"), _list(body, "responses")
+        finished = _list(body, "finished") if "finished" in body else [False] * len(responses)
+        if len(finished) != len(responses):
+            raise Refusal(400, f"finished: {len(finished)} entries for {len(responses)} responses")
+        end = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        encoded = []
+        for row, (text, is_finished) in enumerate(zip(responses, finished, strict=True)):
+            if not isinstance(text, str):
+                raise Refusal(400, f"responses[{row}]: a {type(text).__name__}; send a text")
+            encoded.append(self.tokenizer.encode_plain(text) + (end if is_finished is True else []))
+        return [self._prompt(row, prompt) for row, prompt in enumerate(prompts)], encoded
+
+    def _prompt(self, row: int, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str | list):
+            raise Refusal(400, f"prompts[{row}]: a {type(prompt).__name__}; send a text or a list of messages")
+        try:
+            ids = self.tokenizer.encode_prompt(prompt)
+        except DataError as error:
+            raise Refusal(400, f"prompts[{row}]: {error}") from error
+        begin = self.tokenizer.bos_id
+        # A rendered chat spells its own beginning-of-sequence token, which the tokenizer then puts before it again.
+        return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+
+    def _check(self, prompts: list[list[int]], responses: list[list[int]]) -> None:
+        vocabulary, longest = self.model.architecture.vocab_size, self.model.architecture.max_positions
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if not prompt:
+                raise Refusal(400, f"row {row}: the prompt has no token")
+            if len(prompt) + len(response) > longest:
+                raise Refusal(400, f"row {row}: {len(prompt) + len(response)} tokens; the model reads {longest}")
+            if max(*prompt, *response, 0) >= vocabulary:
+                raise Refusal(400, f"row {row}: id {max(prompt + response)}; the model's ids end at {vocabulary - 1}")
+
+
+def _rows(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> Experience:
+    count = len(prompts)
+    return Experience.from_completions(
+        prompts, responses, None, row_id=range(count), group=range(count), finished=[True] * count
+    )
+
+
+def _list(body: dict[str, Any], key: str) -> list:
+    value = body.get(key)
+    if not isinstance(value, list):
+        raise Refusal(400, f"{key}: a {type(value).__name__}; send a list with one entry per response")
+    return value
+
+
+def _ids(body: dict[str, Any], key: str) -> list[list[int]]:
+    rows = _list(body, key)
+    for number, row in enumerate(rows):
+        if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
+            raise Refusal(400, f"{key}[{number}]: send a list of token ids, whole numbers of 0 or more")
+    return rows
