@@ -22,7 +22,7 @@ token of each row; or from where the answers to a prompt first differ, to each r
 def corpus_experience(examples: Sequence[Example], mask: MaskRule) -> Experience:
     """One row per answer, in order; answers to one prompt share a group. What the data set says of them is filled in.
 
-    `preference`, `margin` and `score` are None unless an answer has one; a row without a margin has margin 0.
+    `preference` and `score` are None in a batch without any; `margin` is 0 where a comparison has none.
     """
     pairs = [(group, example, answer) for group, example in enumerate(examples) for answer in example.answers]
     answers = [answer for _, _, answer in pairs]
@@ -39,7 +39,7 @@ def corpus_experience(examples: Sequence[Example], mask: MaskRule) -> Experience
     )
     return _MASKS[mask](experience, examples).replace(
         preference=_numbers([answer.preference for answer in answers]),
-        margin=_numbers([answer.margin for answer in answers]),
+        margin=_numbers([_margin(answer) for answer in answers]),
         score=_numbers([answer.score for answer in answers]),
     )
 
@@ -69,6 +69,10 @@ class CorpusBatches:
 
     def _spoilt(self, example: Example, epoch: int) -> Example:
         return spoil(example, self.examples, self.negatives, self.longest, seed=self.order.seed, epoch=epoch)
+
+
+def _margin(answer: Answer) -> float | None:
+    return 0.0 if answer.margin is None and answer.preference is not None else answer.margin
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor | None:

@@ -72,7 +72,11 @@ def test_what_the_data_set_says_reaches_the_rows():
     assert experience.score is None and experience.finished.tolist() == [True, True, True, False]
     assert experience.group.tolist() == [0, 0, 1, 1] and experience.row_id.tolist() == [5, 5, 6, 6]
     scored = corpus_experience([Example(0, (1,), "", (answer(2, score=0.25),))], "last")
-    assert scored.score.tolist() == [0.25] and scored.preference is None
+    assert scored.score.tolist() == [0.25] and scored.preference is None and scored.margin is None
+
+
+def test_comparisons_have_a_margin_in_every_batch():
+    assert corpus_experience(PAIRS[:1], "last").margin.tolist() == [0, 0]
 
 
 def test_a_resumed_run_goes_on_with_the_same_batches_and_spoilt_answers():

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 
 import pytest
 
@@ -112,6 +113,7 @@ def test_missing_files_and_folders_are_named_in_full(tmp_path, tokenizer, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"data.prompts: {tmp_path}/no.jsonl does not exist"):
         read_prompts("no.jsonl", tokenizer, Data())
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=f"{tmp_path} is not a file"):
         read_prompts(tmp_path, tokenizer, Data())
 
