@@ -1,1 +1,1 @@
-"""What goes into a run: the tokenizer, the prompts, and the order in which they are used."""
+"""What goes into a run: the tokenizer, prompts, data sets to learn from, and the order in which rows are used."""
