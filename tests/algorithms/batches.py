@@ -34,3 +34,8 @@ def floats(*rows: list[float]) -> Tensor:
 def whole(tokens: float, rows: float = 1.0, groups: float = 1.0) -> Denominators:
     """Counts of a whole minibatch, given by hand."""
     return Denominators(tokens, rows, groups)
+
+
+def close(found: Tensor, expected: Tensor | list, tolerance: float = 1e-5) -> None:
+    """Within an absolute tolerance, and of the same shape."""
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from megarlhf.algorithms.credit import gae, minibatch_advantages, ppo_credit
 from megarlhf.algorithms.kl_control import FixedKL
-from megarlhf.algorithms.moments import moments, whiten
-from megarlhf.algorithms.shaping import at_last_valid, last_valid, shaped_reward, token_rewards
+from megarlhf.algorithms.moments import whiten
 from megarlhf.algorithms.state import AlgorithmState, ppo_state
 from megarlhf.config.settings import PPO
-from tests.algorithms.batches import bools, experience_of, floats
+from tests.algorithms.batches import bools, close, experience_of, floats
 
 REWARD = floats([0, 0, 0, 0, 1], [0, 0, -0.5, 0, 0])
 VALUE = floats([0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 7, -7])
@@ -24,10 +23,6 @@ TARGET = floats([0.414536, 0.525744, 0.6552, 0.81, 1], [-0.14832, -0.306, -0.5, 
 
 def at(kl_coef: float) -> AlgorithmState:
     return AlgorithmState(kl=FixedKL(kl_coef))
-
-
-def close(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
 
 
 def test_gae_of_the_reference_batch():
@@ -86,26 +81,6 @@ def test_gae_equals_the_sum_over_later_errors(batch, gamma, lambda_):
     assert not advantage[~mask].any() and not target[~mask].any()
 
 
-def test_the_last_valid_position_is_found_for_both_padding_sides():
-    values = floats([0.1, 0.2, 0.3, 0.4, 0.5]).repeat(3, 1)
-    mask = bools([1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0])
-    assert last_valid(mask).tolist() == [2, 4, -1]
-    close(at_last_valid(values, mask), [0.3, 0.5, 0])
-
-
-def test_the_score_lands_on_the_last_sampled_token():
-    kl = floats([0.1, 0.2, -0.1, 0, 0.3], [0.5, 0.1, 9, 9, 9])
-    mask = bools([1, 1, 1, 1, 1], [1, 1, 0, 0, 0])
-    found = token_rewards(-0.1 * kl, torch.tensor([0.8, -0.5]), mask)
-    close(found, [[-0.01, -0.02, 0.01, 0, 0.77], [-0.05, -0.51, 0, 0, 0]])
-    without_kl = token_rewards(-0.0 * kl, torch.tensor([0.8, -0.5]), mask)
-    close(without_kl.sum(dim=1), [0.8, -0.5])
-
-
-def test_an_empty_response_is_paid_nowhere():
-    assert token_rewards(floats([1, 1, 1]), torch.tensor([10.0]), bools([0, 0, 0])).tolist() == [[0, 0, 0]]
-
-
 def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
     mask = bools([0, 0, 0], [1, 1, 0])
     empty_row = experience_of(mask, score=torch.tensor([10.0, 1.0]), logp_start=torch.full((2, 3), 0.25))
@@ -118,51 +93,6 @@ def test_an_empty_response_leaves_its_peers_alone_and_is_only_logged():
     assert metrics["objective/rlhf_reward"] == pytest.approx(1.0 - 0.1 * 0.5)
     _, _, nothing = ppo_credit(empty_row.select([0]), PPO(), at(0.1))
     assert nothing == {"objective/kl_coef": 0.1, "objective/scores": 10.0, "val/num_eos_tokens": 1.0}
-
-
-def test_scores_of_any_type_are_shaped_in_float32():
-    finished = torch.ones(4, dtype=torch.bool)
-    for score in (torch.tensor([1, 0, 1, 0]), torch.tensor([True, False, True, False])):
-        reward = shaped_reward(score, finished, torch.ones(4), PPO())
-        assert reward.dtype == torch.float32 and reward.tolist() == [1, 0, 1, 0]
-    close_scores = torch.tensor([1, 1, 1, 1.0078125], dtype=torch.bfloat16)
-    reward = shaped_reward(close_scores, finished, torch.ones(4), PPO())
-    close(whiten(reward[None], finished[None]), [[-0.5, -0.5, -0.5, 1.5]], 1e-3)
-
-
-def test_scores_are_clipped_before_the_missing_end_is_punished():
-    settings_ = PPO(reward_clip=2.0, missing_eos_penalty=1.5)
-    finished = torch.tensor([True, False, False, True])
-    found = shaped_reward(torch.tensor([5.0, 5.0, -1.0, -9.0]), finished, torch.ones(4), settings_)
-    assert found.tolist() == [2.0, 0.5, -2.5, -2.0]
-
-
-def test_whitening_sees_valid_tokens_only_and_uses_the_unbiased_variance():
-    found = moments(ADVANTAGE, MASK)
-    assert abs(found.mean + 0.031105) < 1e-6 and abs(found.variance - 0.328618) < 1e-6
-    expected = [[0.602947, 0.6225, 0.673884, 0.769479, 0.926478], [-1.076691, -1.17731, -1.341287, 0, 0]]
-    close(whiten(ADVANTAGE, MASK), expected)
-    noisy = torch.where(MASK, ADVANTAGE, 1e6)
-    assert torch.equal(whiten(noisy, MASK), whiten(ADVANTAGE, MASK))
-
-
-def test_rewards_keep_their_mean_when_scaled():
-    values = floats([1, 2, 6, 9], [3, 0, 0, 0])
-    mask = bools([1, 1, 1, 0], [1, 0, 0, 0])
-    found = whiten(values, mask, keep_mean=True)[mask]
-    assert abs(float(found.mean()) - 3.0) < 1e-6 and abs(float(found.var()) - 1.0) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value", [0.1, 0.95, 1e4])
-def test_equal_values_whiten_to_exactly_0(value, dtype):
-    for count in (1, 4, 7, 8, 1000):
-        values = torch.full((1, count), value).to(dtype)
-        assert not whiten(values, torch.ones(1, count, dtype=torch.bool)).any()
-
-
-def test_whitening_nothing_is_0():
-    assert whiten(floats([1, 2]), bools([0, 0])).tolist() == [[0, 0]]
 
 
 def random_batch(seed=0):
