@@ -60,7 +60,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help(summaries))
         return DONE if words else BAD_INPUT
-    name = words[0].replace("_", "-")
+    name = words[0].replace("_", "-").replace("++", "-plus-plus")
     if name not in summaries:
         close = difflib.get_close_matches(name, summaries, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(summaries)}"

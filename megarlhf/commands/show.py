@@ -5,13 +5,10 @@ from collections.abc import Sequence
 
 from megarlhf.config.check import require_valid
 from megarlhf.config.load import load_command, to_dict, to_yaml
-from megarlhf.config.settings import PPORun
+from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
 
 SUMMARY = "print a command's resolved settings: megarlhf show ppo FILE.yaml [--dotted.flags] [--json]"
-
-SHOWN = {"ppo": PPORun}
-"""Settings class of each command that can be shown."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,9 +18,9 @@ def main(argv: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {SUMMARY.partition(': ')[2]}")
         return 0
-    if not words or words[0] not in SHOWN:
-        raise ConfigError(f"show: expected a command to show, one of {', '.join(SHOWN)}; {SUMMARY}")
-    settings = load_command(SHOWN[words[0]], words[1:], prog=f"megarlhf show {words[0]}")
+    if not words or words[0] not in COMMANDS:
+        raise ConfigError(f"show: expected a command to show, one of {', '.join(COMMANDS)}; {SUMMARY}")
+    settings = load_command(COMMANDS[words[0]], words[1:], prog=f"megarlhf show {words[0]}")
     require_valid(settings)
     print(json.dumps(to_dict(settings), indent=2, ensure_ascii=False) if as_json else to_yaml(settings), end="")
     if as_json:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
-from megarlhf.config.settings import PPORun
+from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
+from megarlhf.config.settings import Critic, Trainee
 from megarlhf.errors import ConfigError
 
 
@@ -72,41 +74,58 @@ RANGES = {
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
-    **{f"actor.optimizer.{name}": wanted for name, wanted in OPTIMIZER_RANGES.items()},
-    **{f"critic.optimizer.{name}": wanted for name, wanted in OPTIMIZER_RANGES.items()},
+    "data.batch_size": AT_LEAST_ONE,
+    "data.epochs": AT_LEAST_ONE,
+    "data.max_tokens": AT_LEAST_ONE,
+    "negatives.share": FRACTION,
+    **{
+        f"{model}.optimizer.{name}": wanted
+        for model in ("actor", "critic", "reward")
+        for name, wanted in OPTIMIZER_RANGES.items()
+    },
 }
+"""Of every command; those of sections that a command does not have are left aside."""
 
 
-def violations(settings: PPORun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> list[str]:
+def violations(settings: AnyRun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> list[str]:
     """Everything wrong that needs no model: ranges, layouts, batch arithmetic and, given `world_size`, the launch.
 
     `command` completes the launch command that is suggested when the number of ranks is wrong.
     """
     found = [*_ranges(settings), *_layouts(settings)]
     if not found:  # the arithmetic below divides by these numbers
-        found += _consistency(settings)
+        found += [*_paths(settings), *_learning_rates(settings)]
+        found += _consistency(settings) if isinstance(settings, OnlineRun) else []
         found += _launch(settings, world_size, command) if world_size else []
-        found += _batches(settings, world_size) if world_size and not found else []
+        is_countable = world_size and not found and isinstance(settings, OnlineRun)
+        found += _batches(settings, world_size) if is_countable else []
     return found
 
 
-def require_valid(settings: PPORun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> None:
+def require_valid(settings: AnyRun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> None:
     """Raises ConfigError with all `violations`."""
     found = violations(settings, world_size, command)
     if found:
         raise ConfigError(found)
 
 
-def layouts(settings: PPORun) -> dict[str, Layout]:
+def layouts(settings: AnyRun) -> dict[str, Layout]:
     """The layout of each model under its setting's name, with the defaults that settings.py states filled in."""
-    critic = settings.critic.train or settings.actor.train
-    found = {"actor.train": settings.actor.train, "actor.generate": settings.actor.generate, "critic.train": critic}
+    if isinstance(settings, RewardModelRun):
+        return {"reward.train": settings.reward.train}
+    found = {"actor.train": settings.actor.train}
+    if not isinstance(settings, OnlineRun):
+        return found
+    found["actor.generate"] = settings.actor.generate
+    judge = settings.actor.train
+    if isinstance(settings, PPORun):
+        found["critic.train"] = judge = settings.critic.train or settings.actor.train
     if settings.reward.model:
-        found["reward.train"] = settings.reward.train or critic
+        found["reward.train"] = settings.reward.train or judge
     return found
 
 
-def ranks_needed(settings: PPORun) -> int:
+def ranks_needed(settings: AnyRun) -> int:
     """The fewest ranks that hold whole copies of every model."""
     return math.lcm(*(layout.model_ranks for layout in layouts(settings).values()))
 
@@ -116,7 +135,7 @@ def launch_command(num_ranks: int, command: str) -> str:
     return f"torchrun --nproc-per-node {num_ranks} -m megarlhf {command}"
 
 
-def _value_at(settings: PPORun, name: str) -> Any:
+def _value_at(settings: AnyRun, name: str) -> Any:
     value: Any = settings
     for part in name.split("."):
         section = vars(value)
@@ -124,14 +143,15 @@ def _value_at(settings: PPORun, name: str) -> Any:
     return value
 
 
-def _ranges(settings: PPORun) -> Iterator[str]:
+def _ranges(settings: AnyRun) -> Iterator[str]:
+    names = set(dotted_names(type(settings)))
     for name, wanted in RANGES.items():
-        value = _value_at(settings, name)
-        if not wanted.holds(value):
+        value = _value_at(settings, name) if name in names else None
+        if name in names and not wanted.holds(value):
             yield f"{name}: {value} is out of range; choose a value that is {wanted.words}"
 
 
-def _layouts(settings: PPORun) -> Iterator[str]:
+def _layouts(settings: AnyRun) -> Iterator[str]:
     for name, layout in layouts(settings).items():
         sizes = [field.name for field in fields(layout) if field.name != "sp"]
         wrong = [size for size in sizes if vars(layout)[size] < 1]
@@ -147,22 +167,32 @@ def _layouts(settings: PPORun) -> Iterator[str]:
             yield f"{name}: sp and vp serve training only; leave sp false and vp 1"
 
 
-def _consistency(settings: PPORun) -> Iterator[str]:
-    rollout, reward = settings.rollout, settings.reward
-    for name, value in (("actor.model", settings.actor.model), ("data.prompts", settings.data.prompts)):
-        if not value:
-            yield f"{name}: is not set; give a path"
-    if rollout.min_new_tokens > rollout.max_new_tokens:
-        yield (
-            f"rollout.min_new_tokens: {rollout.min_new_tokens} is more than rollout.max_new_tokens "
-            f"{rollout.max_new_tokens}; choose {rollout.max_new_tokens} or less"
-        )
-    for name, optimizer in (("actor", settings.actor.optimizer), ("critic", settings.critic.optimizer)):
+def _paths(settings: AnyRun) -> Iterator[str]:
+    data = "data.prompts" if isinstance(settings, OnlineRun) else "data.path"
+    model = "reward.model" if isinstance(settings, RewardModelRun) else "actor.model"
+    yield from (f"{name}: is not set; give a path" for name in (model, data) if not _value_at(settings, name))
+
+
+def _learning_rates(settings: AnyRun) -> Iterator[str]:
+    """Every trained model has an optimizer."""
+    for name, section in vars(settings).items():
+        if not isinstance(section, Trainee | Critic):
+            continue
+        optimizer = section.optimizer
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield (
                 f"{name}.optimizer.min_learning_rate: {optimizer.min_learning_rate} is more than learning_rate "
                 f"{optimizer.learning_rate}; choose {optimizer.learning_rate} or less"
             )
+
+
+def _consistency(settings: OnlineRun) -> Iterator[str]:
+    rollout, reward = settings.rollout, settings.reward
+    if rollout.min_new_tokens > rollout.max_new_tokens:
+        yield (
+            f"rollout.min_new_tokens: {rollout.min_new_tokens} is more than rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}; choose {rollout.max_new_tokens} or less"
+        )
     yield from _reward_sources(len(reward.functions) + bool(reward.model), len(reward.weights))
     rows = rollout.batch_size * rollout.samples_per_prompt
     if rows < settings.algorithm.num_minibatches:
@@ -180,7 +210,7 @@ def _reward_sources(num_sources: int, num_weights: int) -> Iterator[str]:
         yield f"reward.weights: {num_weights} weights for {num_sources} sources of reward; give {num_sources} or none"
 
 
-def _launch(settings: PPORun, world_size: int, command: str) -> Iterator[str]:
+def _launch(settings: AnyRun, world_size: int, command: str) -> Iterator[str]:
     needed = ranks_needed(settings)
     suggestion = launch_command(needed * max(1, math.ceil(world_size / needed)), command)
     for name, layout in layouts(settings).items():
@@ -192,11 +222,12 @@ def _launch(settings: PPORun, world_size: int, command: str) -> Iterator[str]:
             )
 
 
-def _batches(settings: PPORun, world_size: int) -> Iterator[str]:
+def _batches(settings: OnlineRun, world_size: int) -> Iterator[str]:
     """Each minibatch is shared equally by the data-parallel ranks of whoever learns from it."""
     rollout, num_minibatches = settings.rollout, settings.algorithm.num_minibatches
     rows = rollout.batch_size * rollout.samples_per_prompt
-    for name in ("actor.train", "critic.train"):
+    learners = [name for name in layouts(settings) if name in ("actor.train", "critic.train")]
+    for name in learners:
         dp = layouts(settings)[name].dp(world_size)
         unit = num_minibatches * dp
         if rows % unit:

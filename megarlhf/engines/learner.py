@@ -4,8 +4,9 @@ The learner knows no algorithm. It is given a loss on flat token tensors, divide
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,29 @@ Loss = Callable[[Prediction, TokenBatch, Denominators], tuple[torch.Tensor, dict
 
 
 @dataclass(frozen=True)
+class Objective:
+    """A loss, and how what it reads is taken from the model."""
+
+    loss: Loss
+    temperature: float = 1.0
+    """Divides logits, never values."""
+    with_entropy: bool = False
+    """Predictions of a vocabulary head hold the entropy of each token's distribution."""
+    keeps_groups: bool = False
+    """The rows of a prompt group stay in one micro-batch."""
+    value_at: Literal["before", "token"] = "before"
+    """A value head is read before the masked token, or at it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows (the same on every rank) and what they are trained on."""
+
+    experience: Experience
+    objective: Objective
+
+
+@dataclass(frozen=True)
 class Update:
     """What one call of `Learner.update` did: the reduced metrics, the gradient norm, whether weights changed."""
 
@@ -44,28 +68,20 @@ class Learner:
     def __init__(
         self,
         model: Model,
-        loss: Loss,
         settings: Optimizer,
         *,
         total_updates: int,
         max_tokens: int,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
         max_skipped: int = 3,
     ):
-        """`model` holds its weights already: the optimizer copies them. `temperature` divides logits, never values.
-
-        `with_entropy` adds the entropy of each token's distribution to the predictions of a vocabulary head.
+        """`model` holds its weights already: the optimizer copies them.
 
         `max_skipped` non-finite updates in a row raise TrainingError.
         """
         self.model = model
-        self.loss = loss
         self.settings = settings
         self.total_updates = total_updates
         self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.with_entropy = with_entropy
         self.max_skipped = max_skipped
         self.num_updates = 0
         self.num_skipped = 0
@@ -79,10 +95,12 @@ class Learner:
         """Learning rate of the next update."""
         return learning_rate(self.num_updates, self.total_updates, self.settings)
 
-    def update(self, minibatch: Experience) -> Update:
-        """One optimizer step on `minibatch` (the same on every rank), or a skipped one if a gradient is not finite."""
-        metrics = self.accumulate(minibatch)
-        return self.apply(metrics)
+    def update(self, parts: Sequence[Part]) -> Update:
+        """One optimizer step on the sum of the parts' losses, or a skipped one if a gradient is not finite.
+
+        Each part is one global minibatch, whose loss is divided by its own denominators.
+        """
+        return self.apply(self.accumulate(parts))
 
     def apply(self, metrics: dict[str, Metric]) -> Update:
         """The optimizer step on accumulated gradients; `metrics` are passed on in the result."""
@@ -96,8 +114,8 @@ class Learner:
             )
         return Update(metrics, norm, applied)
 
-    def accumulate(self, minibatch: Experience, *, complete_gradients: bool = False) -> dict[str, Metric]:
-        """Gradients of the whole minibatch in `main_grad`; returns the reduced metrics.
+    def accumulate(self, parts: Sequence[Part], *, complete_gradients: bool = False) -> dict[str, Metric]:
+        """Gradients of the whole parts in `main_grad`; returns the reduced metrics.
 
         A data-parallel rank has only the shard that its optimizer steps, unless `complete_gradients`.
         """
@@ -105,29 +123,29 @@ class Learner:
             chunk.zero_grad_buffer()
             chunk.train()
         self._optimizer.zero_grad()
-        batches = micro_batches(minibatch, self.model.groups, self.max_tokens)
-        head = self._head(minibatch, Denominators.of(minibatch))
+        batches = [batch for number, part in enumerate(parts) for batch in self._micro_batches(part, number)]
         outputs = run_pass(
-            self.model, self._chunks, batches, head, train=True, complete_gradients=complete_gradients
+            self.model, self._chunks, batches, self._head(parts), train=True, complete_gradients=complete_gradients
         )
         return _reduce(outputs, self.model)
 
-    def _head(self, minibatch: Experience, denominators: Denominators):
+    def _micro_batches(self, part: Part, number: int) -> list[MicroBatch]:
+        batches = micro_batches(
+            part.experience, self.model.groups, self.max_tokens, keeps_groups=part.objective.keeps_groups
+        )
+        return [replace(batch, part=number) for batch in batches]
+
+    def _head(self, parts: Sequence[Part]):
+        denominators = [Denominators.of(part.experience) for part in parts]
+
         def head(hidden: torch.Tensor, batch: MicroBatch):
-            prediction = self._predict(hidden, batch.packed)
-            tokens = TokenBatch.from_experience(minibatch.select(list(batch.rows))).to(hidden.device)
-            loss, metrics = self.loss(prediction, tokens, denominators)
+            part = parts[batch.part]
+            prediction = _predict(self.model, part.objective, hidden, batch.packed)
+            tokens = TokenBatch.from_experience(part.experience.select(list(batch.rows))).to(hidden.device)
+            loss, metrics = part.objective.loss(prediction, tokens, denominators[batch.part])
             return loss + 0.0 * hidden.sum(), metrics  # an empty micro-batch still sends gradients down the pipeline
 
         return head
-
-    def _predict(self, hidden: torch.Tensor, packed: PackedRows) -> Prediction:
-        if self.model.head == "value":
-            return Prediction(values(self.model, hidden, packed.logit_positions))
-        logp, entropy = vocabulary_logprobs(
-            self.model, hidden, packed.logit_positions, packed.targets, self.temperature, with_entropy=self.with_entropy
-        )
-        return Prediction(logp, entropy)
 
     @torch.no_grad()
     def _step(self) -> tuple[float, bool]:
@@ -146,6 +164,16 @@ class Learner:
         optimizer.step_with_ready_grads()
         self.num_updates += 1
         return norm, True
+
+
+def _predict(model: Model, objective: Objective, hidden: torch.Tensor, packed: PackedRows) -> Prediction:
+    if model.head == "value":
+        shift = 1 if objective.value_at == "token" else 0
+        return Prediction(values(model, hidden, packed.logit_positions + shift))
+    logp, entropy = vocabulary_logprobs(
+        model, hidden, packed.logit_positions, packed.targets, objective.temperature, objective.with_entropy
+    )
+    return Prediction(logp, entropy)
 
 
 def _with_gradients(model: Model, chunk: torch.nn.Module) -> DistributedDataParallel:

@@ -28,6 +28,8 @@ class MicroBatch:
 
     rows: tuple[int, ...]
     packed: PackedRows
+    part: int = 0
+    """Which of several batches that are trained on together the rows belong to."""
 
 
 def plan_rows(

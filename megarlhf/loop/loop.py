@@ -5,17 +5,16 @@ from megarlhf.loop.run import Run
 
 def train(run: Run) -> None:
     """Runs every step. Collective over the world: each rank runs the same program on the same batch record."""
-    for step in run.steps():
+    for step in range(run.num_steps):
         with run.spans("total"):
-            batch = run.source.next_batch(step)
+            batch = run.next_batch(step)
             for name, scorer in run.scorers.items():
                 with run.spans(name):
                     batch = scorer.annotate(batch)
-            batch, metrics = run.credit(batch)
-            run.metrics.update(metrics)
+            batch = run.credit(batch)
             for name, learner in run.learners.items():
                 with run.spans(f"learn_{name}"):
                     for minibatch in run.minibatches(batch, step):
-                        if run.record(name, learner.update(minibatch)):
+                        if run.record(name, learner.update(run.parts(name, minibatch, step))):
                             break
         run.finish(step, batch)

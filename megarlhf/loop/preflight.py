@@ -4,7 +4,8 @@ from functools import partial
 from pathlib import Path
 
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.settings import PPORun
+from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, SFTRun
+from megarlhf.config.settings import CorpusRun, Reference
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.roles import Role, architectures, attempt, roles
@@ -13,24 +14,27 @@ from megarlhf.rewards.remote import read_token
 from megarlhf.rewards.sources import check_spec
 
 
-def preflight(settings: PPORun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
+def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
     """Violations of the settings, a sentence each; an empty list lets the run begin.
 
     `command` completes the launch command that is suggested when the number of ranks is wrong.
     """
     found = setting_violations(settings, world_size, command)
-    if not settings.actor.model:
-        return found
     cast = roles(settings)
-    models = architectures(cast, found)
+    models = architectures({name: role for name, role in cast.items() if role.folder}, found)
     for name, architecture in models.items():
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
-        found += _head_violations(cast[name], architecture)
-    found += _reference_violations(settings, models)
     found += _tokenizer_violations(cast, models)
-    found += _length_violations(settings, models)
-    found += _reward_violations(settings)
-    found += _file_violations(settings)
+    found += _folder_violations(settings.run)
+    if isinstance(settings, OnlineRun):
+        found += [line for name, model in models.items() for line in _head_violations(cast[name], model)]
+        found += _online_length_violations(settings, models)
+        found += _reward_violations(settings)
+        found += _missing_file("data.prompts", settings.data.prompts, "a JSONL file of prompts")
+    else:
+        found += _offline_length_violations(settings, models)
+    if not isinstance(settings, SFTRun | RewardModelRun):
+        found += _reference_violations(settings.reference, models)
     return list(dict.fromkeys(found))
 
 
@@ -48,14 +52,14 @@ def _head_violations(role: Role, architecture: Architecture) -> list[str]:
     return []
 
 
-def _reference_violations(settings: PPORun, models: dict[str, Architecture]) -> list[str]:
-    if not settings.reference.model or "actor" not in models:
+def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:
+    if not settings.model or "actor" not in models:
         return []
     found: list[str] = []
-    reference = attempt(partial(Architecture.from_folder, settings.reference.model), found, "reference.model")
+    reference = attempt(partial(Architecture.from_folder, settings.model), found, "reference.model")
     if reference is not None and reference != models["actor"]:
         found.append(
-            f"reference.model: {settings.reference.model} is of another architecture than actor.model; the reference "
+            f"reference.model: {settings.model} is of another architecture than actor.model; the reference "
             "shares the actor's module, so give a model of the same sizes"
         )
     return found
@@ -64,18 +68,20 @@ def _reference_violations(settings: PPORun, models: dict[str, Architecture]) -> 
 def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]) -> list[str]:
     """Sequences are scored as the ids that were sampled, so every role must mean the same by an id."""
     found: list[str] = []
+    first = next(iter(cast.values()))
     tokenizers = {}
-    for folder in dict.fromkeys(role.folder for role in cast.values()):
-        if folder == cast["actor"].folder or (Path(folder) / "tokenizer_config.json").exists():
-            tokenizers[folder] = attempt(partial(Tokenizer, folder), found, "actor.model")
-    actor = tokenizers.get(cast["actor"].folder)
-    if actor is not None and "actor" in models and actor.vocab_size > models["actor"].vocab_size:
+    for name, role in cast.items():
+        is_needed = role.folder == first.folder or (Path(role.folder) / "tokenizer_config.json").exists()
+        if name in models and role.folder not in tokenizers and is_needed:
+            tokenizers[role.folder] = attempt(partial(Tokenizer, role.folder), found, f"{name}.model")
+    actor = tokenizers.get(first.folder)
+    if actor is not None and actor.vocab_size > models[first.name].vocab_size:
         found.append(
-            f"actor.model: the tokenizer has {actor.vocab_size} ids, the model only {models['actor'].vocab_size} rows; "
-            "use the tokenizer that belongs to the model"
+            f"{first.name}.model: the tokenizer has {actor.vocab_size} ids, the model only "
+            f"{models[first.name].vocab_size} rows; use the tokenizer that belongs to the model"
         )
-    for name in ("critic", "reward"):
-        other = tokenizers.get(cast[name].folder) if name in cast else None
+    for name in [name for name in ("critic", "reward") if name in cast and name != first.name]:
+        other = tokenizers.get(cast[name].folder)
         if actor is not None and other is not None and other.fingerprint != actor.fingerprint:
             found.append(
                 f"{name}.model: the tokenizer of {cast[name].folder} differs from the actor's, so its ids mean other "
@@ -89,7 +95,7 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
     return found
 
 
-def _length_violations(settings: PPORun, models: dict[str, Architecture]) -> list[str]:
+def _online_length_violations(settings: OnlineRun, models: dict[str, Architecture]) -> list[str]:
     longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
     return [
         f"{name}.model: sequences of up to {longest} tokens (data.max_prompt_tokens {settings.data.max_prompt_tokens} "
@@ -100,7 +106,7 @@ def _length_violations(settings: PPORun, models: dict[str, Architecture]) -> lis
     ]
 
 
-def _reward_violations(settings: PPORun) -> list[str]:
+def _reward_violations(settings: OnlineRun) -> list[str]:
     found: list[str] = []
     checks = [partial(check_spec, spec) for spec in settings.reward.functions]
     for check in [*checks, partial(read_token, "reward.token_file", settings.reward.token_file)]:
@@ -111,12 +117,24 @@ def _reward_violations(settings: PPORun) -> list[str]:
     return found
 
 
-def _file_violations(settings: PPORun) -> list[str]:
-    found = []
-    prompts, folder = Path(settings.data.prompts), Path(settings.run.dir)
-    if settings.data.prompts and not prompts.is_file():
-        found.append(f"data.prompts: {prompts.absolute()} is not a file; give a JSONL file of prompts")
-    if (folder / "metrics.jsonl").exists() and not settings.run.overwrite:
+def _offline_length_violations(settings: OfflineRun, models: dict[str, Architecture]) -> list[str]:
+    return [
+        f"data.max_tokens: {settings.data.max_tokens} exceeds the {model.max_positions} positions of {name}.model; "
+        f"choose {model.max_positions} or less"
+        for name, model in models.items()
+        if settings.data.max_tokens > model.max_positions
+    ]
+
+
+def _missing_file(setting: str, path: str, wanted: str) -> list[str]:
+    if not path or Path(path).is_file():
+        return []
+    return [f"{setting}: {Path(path).absolute()} is not a file; give {wanted}"]
+
+
+def _folder_violations(run: CorpusRun) -> list[str]:
+    found, folder = [], Path(run.dir)
+    if (folder / "metrics.jsonl").exists() and not run.overwrite:
         found.append(
             f"run.dir: {folder} already holds a run; choose another folder, or set run.overwrite to true to start "
             "afresh"

@@ -6,7 +6,8 @@ from functools import partial
 from typing import TypeVar
 
 from megarlhf.config.layout import Layout
-from megarlhf.config.settings import PPORun, Precision
+from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
+from megarlhf.config.settings import Precision
 from megarlhf.errors import MegarlhfError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
@@ -27,24 +28,38 @@ class Role:
     """The layout's setting as the user types it."""
 
 
-def roles(settings: PPORun) -> dict[str, Role]:
-    """Actor, generator, critic, and the reward model when there is one; the reference shares the actor's module.
+def roles(settings: AnyRun) -> dict[str, Role]:
+    """The models of a run by name. The reference has none of its own: it shares the actor's module.
 
-    The critic starts from the reward model's weights unless it has a folder of its own; without a reward model it
-    starts from the actor's, with a new value head.
+    Online: actor, generator, PPO's critic, and the reward model when there is one. The critic starts from the reward
+    model's weights unless it has a folder of its own; without a reward model it starts from the actor's, with a new
+    value head. Offline: the one model that is trained.
     """
-    actor, critic, reward = settings.actor, settings.critic, settings.reward
-    critic_layout = critic.train or actor.train
-    found = [
-        Role("actor", actor.model, actor.train, "vocabulary", actor.dtype, "actor.train"),
-        Role("generator", actor.model, actor.generate, "vocabulary", actor.dtype, "actor.generate"),
-        Role(
-            "critic", critic.model or reward.model or actor.model, critic_layout, "value", critic.dtype, "critic.train"
-        ),
-    ]
-    if reward.model:
-        found.append(Role("reward", reward.model, reward.train or critic_layout, "value", reward.dtype, "reward.train"))
+    if isinstance(settings, RewardModelRun):
+        found = [_role("reward", settings.reward.model, settings.reward.train, "value", settings.reward.dtype)]
+    else:
+        actor = settings.actor
+        found = [_role("actor", actor.model, actor.train, "vocabulary", actor.dtype)]
+    if isinstance(settings, OnlineRun):
+        found += _online(settings)
     return {role.name: role for role in found}
+
+
+def _online(settings: OnlineRun) -> list[Role]:
+    actor, reward = settings.actor, settings.reward
+    judge = actor.train
+    found = [Role("generator", actor.model, actor.generate, "vocabulary", actor.dtype, "actor.generate")]
+    if isinstance(settings, PPORun):
+        critic = settings.critic
+        judge = critic.train or actor.train
+        found.append(_role("critic", critic.model or reward.model or actor.model, judge, "value", critic.dtype))
+    if reward.model:
+        found.append(_role("reward", reward.model, reward.train or judge, "value", reward.dtype))
+    return found
+
+
+def _role(name: str, folder: str, layout: Layout, head: Head, dtype: Precision) -> Role:
+    return Role(name, folder, layout, head, dtype, f"{name}.train")
 
 
 def attempt(call: Callable[[], Value], violations: list[str], setting: str) -> Value | None:

@@ -1,6 +1,6 @@
 """The source of a step's batch: prompts in order, weights brought up to date, responses sampled, texts decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarlhf.data.order import PromptOrder, occurrences
@@ -8,6 +8,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.generator import Completion, Generator, Request, Sampling
 from megarlhf.engines.learner import Learner
 from megarlhf.records.experience import Experience
+from megarlhf.records.metrics import Metric, Total
 from megarlhf.records.prompts import Prompt, Sample, siblings
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.exchange import Resharder
@@ -26,8 +27,8 @@ class Rollouts:
     actor: Learner
     resharder: Resharder
     spans: Spans
-    bytes_resharded: int = 0
-    """Bytes that crossed ranks when the weights were last brought up to date."""
+    report: Callable[[dict[str, Metric]], None]
+    """Takes `bytes/resharded`, the bytes that crossed ranks when the weights were brought up to date."""
     _version: int = -1
 
     def next_batch(self, step: int) -> Experience:
@@ -58,7 +59,7 @@ class Rollouts:
         if self._version == self.actor.num_updates:
             return
         with self.spans("reshard"):
-            self.bytes_resharded = self.resharder.run().bytes_moved
+            self.report({"bytes/resharded": Total(self.resharder.run().bytes_moved)})
         self._version = self.actor.num_updates
 
 

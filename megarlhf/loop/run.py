@@ -1,6 +1,6 @@
 """A run: the engines of one training job, its settings, and what it keeps between steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -9,15 +9,24 @@ import torch
 
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.state import AlgorithmState
-from megarlhf.config.settings import PPORun
-from megarlhf.engines.learner import Learner, Update
-from megarlhf.loop.rollouts import Rollouts
+from megarlhf.config.runs import AnyRun
+from megarlhf.engines.learner import Learner, Objective, Part, Update
+from megarlhf.engines.pipeline import group_units
+from megarlhf.loop.objectives import objective
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.export import export_model
+
+
+class Source(Protocol):
+    """Where batches come from: sampled responses, or a data set."""
+
+    def next_batch(self, step: int) -> Experience:
+        """The batch of `step`, the same on every rank. May be collective over the world."""
+        ...
 
 
 class Scorer(Protocol):
@@ -28,52 +37,90 @@ class Scorer(Protocol):
         ...
 
 
+class Mixture(Protocol):
+    """A second source whose loss is added to a learner's updates."""
+
+    def part(self, step: int) -> Part:
+        """What is mixed into every update of `step`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a batch is gone through: one pass in one piece for a data set."""
+
+    num_epochs: int = 1
+    num_minibatches: int = 1
+    target_kl: float = 0.0
+
+
 @dataclass
 class Run:
     """What the loop drives. `learners` are trained in their order; `scorers` run in theirs."""
 
-    settings: PPORun
+    settings: AnyRun
     algorithm: Algorithm
-    source: Rollouts
+    source: Source
     scorers: Mapping[str, Scorer]
     learners: Mapping[str, Learner]
+    num_steps: int
+    passes: Passes
+    temperature: float
+    """Divides the logits of the policy in its loss."""
     reporter: Reporter
     spans: Spans
     state: AlgorithmState
     folders: Mapping[str, str]
     """Model folder that each learner started from: exports copy its tokenizer and config."""
+    mixtures: Mapping[str, Mixture] = field(default_factory=dict)
+    """By learner."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers of the step so far."""
     episodes: int = 0
-    """Responses trained on so far."""
+    """Sequences trained on so far."""
     reported: list[dict[str, Metric]] = field(default_factory=list)
-    """Metrics of the step's updates, and of scorers that share this list; merged and emptied by `finish`."""
+    """Metrics of the step's updates, and of stages that share this list; merged and emptied by `finish`."""
+    _objectives: dict[str, Objective] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.settings.run.dir)
 
-    def steps(self) -> range:
-        """Steps to run."""
-        return range(self.settings.run.steps)
+    def next_batch(self, step: int) -> Experience:
+        """The batch of `step` as scorers read it."""
+        return self.algorithm.before_scoring(self.source.next_batch(step), self.settings.algorithm)
 
-    def credit(self, batch: Experience) -> tuple[Experience, dict[str, float]]:
-        """Advantages and targets under the current state, which then moves for the next step."""
-        batch, self.state, metrics = self.algorithm.credit(batch, self.settings.algorithm, self.state)
-        entropy = batch.entropy[batch.mask]
-        if len(entropy):
-            metrics["objective/entropy"] = float(entropy.mean())
-        return batch, metrics
+    def credit(self, batch: Experience) -> Experience:
+        """Advantages and targets under the current state, which then moves for the next step; the step's losses keep
+        the coefficients from before."""
+        now = self.algorithm.settings_now(self.settings.algorithm, self.state)
+        self._objectives = {
+            name: objective(self.algorithm, now, learner.model.head, self.temperature)
+            for name, learner in self.learners.items()
+        }
+        if self.algorithm.credit is not None:
+            batch, self.state, numbers = self.algorithm.credit(batch, self.settings.algorithm, self.state)
+            self.metrics |= numbers
+        if batch.entropy is not None and bool(batch.mask.any()):
+            self.metrics["objective/entropy"] = float(batch.entropy[batch.mask].mean())
+        return batch
 
     def minibatches(self, batch: Experience, step: int) -> Iterator[Experience]:
-        """Every row once per epoch, in an order that depends on (seed, step, epoch) only."""
-        algorithm, seed = self.settings.algorithm, self.settings.run.seed
-        for epoch in range(algorithm.num_epochs):
-            shuffler = torch.Generator().manual_seed(derive_seed(seed, "minibatches", step, epoch))
-            order = torch.randperm(batch.num_rows, generator=shuffler)
-            for rows in order.tensor_split(algorithm.num_minibatches):
-                yield self.algorithm.prepare_minibatch(batch.select(rows), algorithm)
+        """Every row once per epoch, in an order that depends on (seed, step, epoch) only; siblings that a loss compares
+        stay together."""
+        units = group_units(batch) if self.algorithm.keeps_groups else [[row] for row in range(batch.num_rows)]
+        for epoch in range(self.passes.num_epochs):
+            shuffler = torch.Generator().manual_seed(derive_seed(self.settings.run.seed, "minibatches", step, epoch))
+            order = torch.randperm(len(units), generator=shuffler)
+            for part in order.tensor_split(self.passes.num_minibatches):
+                rows = [row for unit in part.tolist() for row in units[unit]]
+                yield self.algorithm.prepare_minibatch(batch.select(rows), self.settings.algorithm)
+
+    def parts(self, name: str, minibatch: Experience, step: int) -> Sequence[Part]:
+        """What one learner is updated on: the minibatch, and what is mixed in at `step`."""
+        mixed_in = [self.mixtures[name].part(step)] if name in self.mixtures else []
+        return [Part(minibatch, self._objectives[name]), *mixed_in]
 
     def record(self, name: str, update: Update) -> bool:
         """Keeps an update's metrics; true when it went too far from the policy that sampled, so the step should end."""
@@ -82,8 +129,7 @@ class Run:
         if not update.applied:
             self.metrics["updates/skipped"] = self.metrics.get("updates/skipped", 0) + 1
         kl = update.metrics["policy/approxkl_avg"].result() if "policy/approxkl_avg" in update.metrics else None
-        target = self.settings.algorithm.target_kl
-        too_far = target > 0 and kl is not None and kl > target
+        too_far = self.passes.target_kl > 0 and kl is not None and kl > self.passes.target_kl
         if too_far:
             self.metrics["updates/stopped_by_target_kl"] = 1
         return too_far
@@ -97,7 +143,8 @@ class Run:
         self.episodes += batch.num_rows
         numbers = metric_results(merge_metrics(self.reported)) | self.metrics | self.spans.take()
         numbers |= {f"lr/{name}": learner.learning_rate for name, learner in self.learners.items()}
-        numbers |= {"episode": self.episodes, "bytes/resharded": self.source.bytes_resharded}
+        numbers["episode"] = self.episodes
+        self.state = self.algorithm.after_step(self.state, self.settings.algorithm, numbers)
         self.reporter.step(step + 1, numbers)
         self.reporter.samples(step + 1, sample_rows(batch, self.settings.run.sample_texts))
         self.reported.clear()
@@ -109,8 +156,8 @@ class Run:
             self._export(name, folder / name)
 
     def export(self) -> Path:
-        """The actor as a Hugging Face folder, RUN_DIR/hf. Collective over the world."""
-        self._export("actor", self.folder / "hf")
+        """The model that the command is about as a Hugging Face folder, RUN_DIR/hf. Collective over the world."""
+        self._export(list(self.learners)[-1], self.folder / "hf")
         return self.folder / "hf"
 
     def _export(self, name: str, folder: Path) -> None:
@@ -119,15 +166,18 @@ class Run:
 
 
 def sample_rows(batch: Experience, count: int) -> list[dict]:
-    """The first `count` rows as plain values, for samples.jsonl and the console."""
-    return [
-        {
-            "row": int(batch.row_id[i]),
-            "prompt": batch.prompts[i],
-            "response": batch.responses[i],
-            "score": float(batch.score[i]),
-            "tokens": int(batch.mask[i].sum()),
-            "finished": bool(batch.finished[i]),
-        }
-        for i in range(min(count, batch.num_rows))
-    ]
+    """The first `count` rows as plain values, for samples.jsonl and the console; what a row does not have is absent."""
+    return [_sample(batch, row) for row in range(min(count, batch.num_rows))]
+
+
+def _sample(batch: Experience, row: int) -> dict:
+    optional = {"score": batch.score, "preference": batch.preference}
+    numbers = {name: float(values[row]) for name, values in optional.items() if values is not None}
+    return {
+        "row": int(batch.row_id[row]),
+        "prompt": batch.prompts[row],
+        "response": batch.responses[row],
+        **numbers,
+        "tokens": int(batch.mask[row].sum()),
+        "finished": bool(batch.finished[row]),
+    }

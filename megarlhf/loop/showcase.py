@@ -14,14 +14,17 @@ def show(run: Run) -> list[dict]:
     prompts = run.source.prompts[: run.settings.run.sample_texts]
     if not prompts:
         return []
-    batch = run.scorers["reward"].annotate(run.source.sample(siblings(prompts, 1), SHOWN_STEP))
-    run.spans.take()  # not part of any step
+    sampled = run.source.sample(siblings(prompts, 1), SHOWN_STEP)
+    kept = len(run.reported)
+    batch = run.scorers["reward"].annotate(sampled)
+    del run.reported[kept:]  # these scores are not part of any step
+    run.spans.take()
     return sample_rows(batch, batch.num_rows)
 
 
-def compare(before: list[dict], after: list[dict], folder: Path) -> str:
-    """What to read when a run has ended, as text."""
-    lines = []
+def ending(before: list[dict], after: list[dict], folder: Path, *, is_policy: bool) -> str:
+    """What to read when a run has ended, as text. `is_policy`: the exported model generates."""
+    lines: list[str] = []
     for old, new in zip(before, after, strict=True):
         lines += ["", f"  {_line(old['prompt'])}"]
         lines += [f"    before {old['score']:+.3f}  {_line(old['response'])}"]
@@ -30,8 +33,8 @@ def compare(before: list[dict], after: list[dict], folder: Path) -> str:
         "",
         f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, status.json, tensorboard/)",
         f"exported model:  {folder / 'hf'}  (a Hugging Face folder)",
-        f"chat with it:    megarlhf chat {folder / 'hf'}",
     ]
+    lines += [f"chat with it:    megarlhf chat {folder / 'hf'}"] if is_policy else []
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ COLUMNS = {
 class ConsoleSink:
     """Shows the metrics of COLUMNS for the last steps and one sampled text."""
 
-    def __init__(self, num_steps: int, console: Console | None = None, num_rows: int = 12) -> None:
+    def __init__(self, num_steps: int | None, console: Console | None = None, num_rows: int = 12) -> None:
         self._console = console or Console()
         self._num_steps = num_steps
         self._rows: deque[list[str]] = deque(maxlen=num_rows)
@@ -37,7 +37,7 @@ class ConsoleSink:
     def step(self, step: int, numbers: Mapping[str, Number]) -> None:
         """Adds a row, or prints a line."""
         cells = [_cell(numbers, metric) for metric in COLUMNS.values()]
-        count = f"{step}/{self._num_steps}"
+        count = str(step) if self._num_steps is None else f"{step}/{self._num_steps}"
         self._rows.append([count, *cells])
         if self._live:
             self._refresh(self._live)

@@ -11,7 +11,8 @@ import yaml
 
 from tests.learning.toy import write_actor, write_prompts
 
-PINNED = """step episode objective/kl objective/scores objective/rlhf_reward objective/non_score_reward objective/entropy
+PINNED = """step episode objective/kl objective/scores objective/rlhf_reward objective/non_score_reward
+objective/entropy
 policy/approxkl_avg policy/clipfrac_avg val/clipfrac_avg loss/policy_avg loss/value_avg val/ratio val/num_eos_tokens
 lr/actor lr/critic rollout/logp_gap_max bytes/resharded time/generate_s time/reshard_s time/reference_s time/reward_s
 time/value_s time/learn_critic_s time/learn_actor_s time/save_s time/total_s""".split()

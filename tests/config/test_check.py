@@ -9,6 +9,7 @@ from megarlhf.config.check import RANGES, layouts, ranks_needed, require_valid, 
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
+from megarlhf.config.runs import COMMANDS
 from megarlhf.config.settings import PPORun
 from megarlhf.errors import ConfigError
 
@@ -74,7 +75,7 @@ def test_zero_turns_the_optional_limits_off():
 
 
 def test_every_range_belongs_to_a_setting():
-    assert set(RANGES) <= set(dotted_names(PPORun))
+    assert set(RANGES) <= {name for run in COMMANDS.values() for name in dotted_names(run)}
 
 
 def test_what_is_missing_is_all_told_at_once():

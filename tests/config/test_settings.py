@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarlhf import config
 from megarlhf.config.fields import settings_of
-from megarlhf.config.settings import PPORun
+from megarlhf.config.runs import COMMANDS
 
 PACKAGE = Path(config.__path__[0]).parent
 
@@ -24,10 +24,12 @@ def attributes_read_outside_config() -> set[str]:
 
 def test_every_setting_is_read_by_the_program():
     read = attributes_read_outside_config()
-    names = {f"{cls.__name__}.{setting.attribute}" for cls in sections(PPORun) for setting in settings_of(cls)}
+    every = [section for run in COMMANDS.values() for section in sections(run)]
+    names = {f"{cls.__name__}.{setting.attribute}" for cls in every for setting in settings_of(cls)}
     assert not {name for name in names if name.partition(".")[2] not in read}
 
 
 def test_every_setting_has_a_sentence_of_help():
-    silent = [s.name for cls in sections(PPORun) if cls is not PPORun for s in settings_of(cls) if not s.help]
+    every = [section for run in COMMANDS.values() for section in sections(run) if section is not run]
+    silent = [setting.name for cls in every for setting in settings_of(cls) if not setting.help]
     assert not silent

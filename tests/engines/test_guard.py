@@ -1,5 +1,7 @@
 """A gradient that is not finite is applied by nobody, counted by everybody, and ends the run when it keeps coming."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Optimizer
 from tests.distributed.pool import run_on_ranks
 from tests.engines.layouts import frozen_batch
-from tests.engines.test_learner import build_learner
+from tests.engines.test_learner import build_learner, ppo_part
 from tests.tiny import write_llama
 
 
@@ -16,30 +18,28 @@ def poisoned_updates(rank: int, world_size: int, folder: str):
     from megarlhf.errors import TrainingError
 
     learner = build_learner(world_size, Layout(), folder, "vocabulary", 4096, Optimizer(learning_rate=1e-3))
-    clean = learner.loss
-    batch = frozen_batch(num_rows=6)
+    clean = ppo_part(frozen_batch(num_rows=6), "vocabulary")
 
-    def poisoned(prediction, tokens, denominators):
-        loss, metrics = clean(prediction, tokens, denominators)
+    def poisoned_loss(prediction, tokens, denominators):
+        loss, metrics = clean.objective.loss(prediction, tokens, denominators)
         return (loss * float("nan") if rank == 1 else loss), metrics
+
+    poisoned = replace(clean, objective=replace(clean.objective, loss=poisoned_loss))
 
     def weights():
         return [parameter.detach().clone() for parameter in learner.model.named_parameters().values()]
 
     before = weights()
-    learner.loss = poisoned
-    first = learner.update(batch)
+    first = learner.update([poisoned])
     unchanged = all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
     rate = learner.learning_rate, learner.num_updates
-    learner.loss = clean
-    second = learner.update(batch)
+    second = learner.update([clean])
     moved = any(not torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
     finite = all(bool(tensor.isfinite().all()) for tensor in weights())
-    learner.loss = poisoned
-    learner.update(batch)
-    learner.update(batch)
+    learner.update([poisoned])
+    learner.update([poisoned])
     with pytest.raises(TrainingError, match="3 updates in a row"):
-        learner.update(batch)
+        learner.update([poisoned])
     return first.applied, unchanged, rate, second.applied, moved, finite, learner.num_skipped
 
 

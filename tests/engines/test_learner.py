@@ -28,7 +28,6 @@ CASES = [(model, case) for model in ("tied", "value") for case in LAYOUTS] + [("
 
 def build_learner(world_size: int, layout: Layout, folder: str, head: str, max_tokens: int, optimizer: Optimizer):
     """A learner of the model in `folder` with the PPO loss of its head."""
-    from megarlhf.algorithms.catalogue import PPO as ALGORITHM
     from megarlhf.engines.learner import Learner
     from megarlhf.models.architecture import Architecture
     from megarlhf.models.build import build_model
@@ -38,23 +37,26 @@ def build_learner(world_size: int, layout: Layout, folder: str, head: str, max_t
     groups = build_groups(layout, world_size)
     model = build_model(Architecture.from_folder(folder), groups, head=head, dtype=torch.float32)
     load_weights(model, folder)
-    loss = ALGORITHM.critic_loss if head == "value" else ALGORITHM.actor_loss
-    return Learner(
-        model,
-        lambda prediction, tokens, denominators: loss(prediction, tokens, PPO(), denominators),
-        optimizer,
-        total_updates=10,
-        max_tokens=max_tokens,
-    )
+    return Learner(model, optimizer, total_updates=10, max_tokens=max_tokens)
+
+
+def ppo_part(batch, head: str):
+    """What a PPO learner of a model with this head is updated on."""
+    from megarlhf.algorithms.catalogue import PPO as ALGORITHM
+    from megarlhf.engines.learner import Part
+    from megarlhf.loop.objectives import objective
+
+    return Part(batch, objective(ALGORITHM, PPO(), head))
 
 
 def update(rank: int, world_size: int, layout: Layout, max_tokens: int, folder: str, head: str):
     """(loss, gradient norm, gradient pieces, weight pieces after one optimizer step)."""
     learner = build_learner(world_size, layout, folder, head, max_tokens, Optimizer())
     batch = frozen_batch(num_rows=8)
-    metrics = learner.accumulate(batch, complete_gradients=True)
+    parts = [ppo_part(batch, head)]
+    metrics = learner.accumulate(parts, complete_gradients=True)
     gradients = tensors_by_name(learner.model, lambda parameter: parameter.main_grad)
-    result = learner.update(batch)
+    result = learner.update(parts)
     loss = result.metrics["loss/value_avg" if head == "value" else "loss/policy_avg"].result()
     assert {name: metric.result() for name, metric in metrics.items()} == pytest.approx(
         {name: metric.result() for name, metric in result.metrics.items()}

@@ -42,11 +42,11 @@ def settings(toy: Path, folder: Path) -> PPORun:
 
 
 def train_ppo(rank: int, world_size: int, run_settings: PPORun) -> None:
-    from megarlhf.commands.ppo import run_ppo
+    from megarlhf.loop.launch import run_training
     from megarlhf.loop.preflight import preflight
 
     assert preflight(run_settings, world_size) == []
-    run_ppo(run_settings, rank, world_size)
+    run_training("ppo", run_settings, rank, world_size)
 
 
 def test_ppo_learns_the_toy_task(toy, tmp_path):

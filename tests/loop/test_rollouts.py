@@ -26,10 +26,11 @@ def settings(root: Path) -> PPORun:
 
 def one_step(rank: int, world_size: int, run_settings: PPORun):
     """(batch of step 0, whether weights agree before and after an update and the sampling that follows it)."""
-    from megarlhf.loop.build import build_run
+    from megarlhf.algorithms.catalogue import PPO as ALGORITHM
+    from megarlhf.loop.online import build_online
     from megarlhf.weights.checksum import weight_checksums
 
-    run = build_run(run_settings, world_size, Reporter(()))
+    run = build_online(run_settings, ALGORITHM, world_size, Reporter(()))
     source, learner = run.source, run.learners["actor"]
 
     def agree() -> bool:
@@ -40,8 +41,8 @@ def one_step(rank: int, world_size: int, run_settings: PPORun):
     sampled_from_loaded = agree()
     for scorer in run.scorers.values():
         batch = scorer.annotate(batch)
-    batch = run.credit(batch)[0]
-    learner.update(next(iter(run.minibatches(batch, 0))))
+    batch = run.credit(batch)
+    learner.update(run.parts("actor", next(iter(run.minibatches(batch, 0))), 0))
     is_stale = not agree()
     source.next_batch(1)
     gap = (batch.logp_start - batch.logp_rollout)[batch.mask].abs().max()

@@ -32,7 +32,9 @@ def test_logits_equal_transformers(variant, alone, tmp_path):
     assert torch.allclose(logits(folder, alone, rows), reference_logits(folder, rows), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("field", [{"rms_norm_eps": 1e-3}, {"rope_theta": 100.0}, {"rope_scaling": dict(tiny.LLAMA3_ROPE)}])
+@pytest.mark.parametrize(
+    "field", [{"rms_norm_eps": 1e-3}, {"rope_theta": 100.0}, {"rope_scaling": dict(tiny.LLAMA3_ROPE)}]
+)
 def test_a_wrong_constant_in_the_config_would_be_caught(field, plain, alone, tmp_path):
     wrong = shutil.copytree(plain, tmp_path / "wrong")
     config = json.loads((wrong / "config.json").read_text())

@@ -1,0 +1,119 @@
+"""The settings of each training command: which sections its YAML has."""
+
+from dataclasses import dataclass
+
+from megarlhf.config.algorithms import DPO, GRPO, KTO, RLOO, SFT, ReinforcePlusPlus, RewardModelling
+from megarlhf.config.corpus import Corpus, Negatives
+from megarlhf.config.settings import (
+    Actor,
+    CorpusRun,
+    Data,
+    Optimizer,
+    PPORun,
+    Reference,
+    Reward,
+    Rollout,
+    Run,
+    Trainee,
+)
+
+
+@dataclass(frozen=True)
+class GRPORun:
+    """Settings of `megarlhf grpo`."""
+
+    actor: Actor = Actor()
+    reference: Reference = Reference()
+    reward: Reward = Reward()
+    algorithm: GRPO = GRPO()
+    rollout: Rollout = Rollout(samples_per_prompt=8)
+    data: Data = Data()
+    run: Run = Run(dir="runs/grpo")
+
+
+@dataclass(frozen=True)
+class RLOORun:
+    """Settings of `megarlhf rloo`."""
+
+    actor: Actor = Actor()
+    reference: Reference = Reference()
+    reward: Reward = Reward()
+    algorithm: RLOO = RLOO()
+    rollout: Rollout = Rollout(samples_per_prompt=4)
+    data: Data = Data()
+    run: Run = Run(dir="runs/rloo")
+
+
+@dataclass(frozen=True)
+class ReinforceRun:
+    """Settings of `megarlhf reinforce++`."""
+
+    actor: Actor = Actor()
+    reference: Reference = Reference()
+    reward: Reward = Reward()
+    algorithm: ReinforcePlusPlus = ReinforcePlusPlus()
+    rollout: Rollout = Rollout()
+    data: Data = Data()
+    run: Run = Run(dir="runs/reinforce++")
+
+
+@dataclass(frozen=True)
+class SFTRun:
+    """Settings of `megarlhf sft`."""
+
+    actor: Trainee = Trainee(optimizer=Optimizer(learning_rate=1e-5))
+    algorithm: SFT = SFT()
+    data: Corpus = Corpus()
+    run: CorpusRun = CorpusRun(dir="runs/sft")
+
+
+@dataclass(frozen=True)
+class RewardModelRun:
+    """Settings of `megarlhf rm`."""
+
+    reward: Trainee = Trainee(optimizer=Optimizer(learning_rate=1e-5))
+    algorithm: RewardModelling = RewardModelling()
+    data: Corpus = Corpus()
+    negatives: Negatives = Negatives()
+    run: CorpusRun = CorpusRun(dir="runs/rm")
+
+
+@dataclass(frozen=True)
+class DPORun:
+    """Settings of `megarlhf dpo`."""
+
+    actor: Trainee = Trainee(optimizer=Optimizer(learning_rate=5e-7))
+    reference: Reference = Reference()
+    algorithm: DPO = DPO()
+    data: Corpus = Corpus()
+    run: CorpusRun = CorpusRun(dir="runs/dpo")
+
+
+@dataclass(frozen=True)
+class KTORun:
+    """Settings of `megarlhf kto`."""
+
+    actor: Trainee = Trainee(optimizer=Optimizer(learning_rate=5e-7))
+    reference: Reference = Reference()
+    algorithm: KTO = KTO()
+    data: Corpus = Corpus()
+    run: CorpusRun = CorpusRun(dir="runs/kto")
+
+
+OnlineRun = PPORun | GRPORun | RLOORun | ReinforceRun
+"""Commands that sample from the policy they train."""
+OfflineRun = SFTRun | RewardModelRun | DPORun | KTORun
+"""Commands that read a data set."""
+AnyRun = OnlineRun | OfflineRun
+
+COMMANDS: dict[str, type] = {
+    "ppo": PPORun,
+    "grpo": GRPORun,
+    "rloo": RLOORun,
+    "reinforce++": ReinforceRun,
+    "sft": SFTRun,
+    "rm": RewardModelRun,
+    "dpo": DPORun,
+    "kto": KTORun,
+}
+"""Settings class of each training command."""

@@ -1,0 +1,58 @@
+"""What every training command does: settings, preflight, joining the world, building, training, exporting."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf.config.load import load_command, to_yaml
+from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
+from megarlhf.errors import ConfigError
+from megarlhf.telemetry.status import BAD_INPUT, recorded, write_status
+
+
+def launch(command: str, argv: Sequence[str]) -> int:
+    """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError."""
+    settings = load_command(COMMANDS[command], argv, prog=f"megarlhf {command}")
+    from megarlhf import device
+
+    world_size = device.launched_world_size()
+    device.prepare()
+    from megarlhf.loop.preflight import preflight
+
+    violations = preflight(settings, world_size, " ".join([command, *argv]))
+    if violations:
+        _record_refusal(Path(settings.run.dir), violations)
+        raise ConfigError(violations)
+    rank, world_size = device.join_world()
+    run_training(command, settings, rank, world_size)
+    device.leave_world()
+    return 0
+
+
+def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> None:
+    """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`."""
+    from megarlhf.algorithms.catalogue import ALGORITHMS
+    from megarlhf.loop.loop import train
+    from megarlhf.loop.offline import build_offline
+    from megarlhf.loop.online import build_online
+    from megarlhf.loop.reporting import reporter
+    from megarlhf.loop.showcase import ending, show
+
+    folder, algorithm = Path(settings.run.dir), ALGORITHMS[command]
+    is_online = isinstance(settings, OnlineRun)
+    with recorded(folder, rank), reporter(settings, rank) as report:
+        if rank == 0:
+            (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
+        build = build_online if is_online else build_offline
+        run = build(settings, algorithm, world_size, report)
+        before = show(run) if is_online else []
+        train(run)
+        after = show(run) if is_online else []
+        run.export()
+    if rank == 0:
+        print(ending(before, after, folder, is_policy=algorithm.actor_loss is not None))
+
+
+def _record_refusal(folder: Path, violations: list[str]) -> None:
+    """status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run."""
+    if not (folder / "metrics.jsonl").exists() and not folder.is_file():
+        write_status(folder, BAD_INPUT, "\n".join(violations))

@@ -1,0 +1,83 @@
+"""Runs over a data set: supervised fine-tuning, reward models, and preferences without sampling."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarlhf import device
+from megarlhf.algorithms.catalogue import Algorithm
+from megarlhf.config.corpus import Corpus
+from megarlhf.config.runs import DPORun, KTORun, OfflineRun, RewardModelRun
+from megarlhf.data.batches import CorpusBatches, MaskRule
+from megarlhf.data.corpus import read_demonstrations, read_labelled, read_preferences, read_scored
+from megarlhf.data.examples import Example
+from megarlhf.data.order import PromptOrder
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.engines.scorer import LogprobScorer, ReferenceScorer
+from megarlhf.loop.roles import Role, roles
+from megarlhf.loop.run import Passes, Run, Scorer
+from megarlhf.loop.workshop import Workshop, learner, reference_snapshot
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.build import Model
+from megarlhf.telemetry.report import Reporter
+from megarlhf.telemetry.spans import Spans
+
+Reader = Callable[[Corpus, Tokenizer, str], list[Example]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a command reads its data set: the rows it accepts, and the tokens it learns from."""
+
+    read: Reader
+    mask: MaskRule
+
+
+def reading(settings: OfflineRun) -> Reading:
+    """Demonstrations, preferences, judged or scored answers, by what the command learns from."""
+    if isinstance(settings, RewardModelRun):
+        return Reading(read_scored if settings.algorithm.loss == "regression" else read_preferences, "last")
+    if isinstance(settings, DPORun):
+        return Reading(read_preferences, "response")
+    return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
+
+
+def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, reporter: Reporter) -> Run:
+    """Everything a run needs, with weights loaded. Collective over the world; `settings` passed `preflight`."""
+    role = next(iter(roles(settings).values()))
+    tokenizer, how = Tokenizer(role.folder), reading(settings)
+    examples = how.read(settings.data, tokenizer, "data")
+    order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)
+    num_steps = order.steps_of(settings.data.epochs)
+    model = Workshop(world_size).model(role, new_value_head=_needs_new_head(role))
+    section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
+    scorers = _scorers(settings, model) if isinstance(settings, DPORun | KTORun) else {}
+    return Run(
+        settings=settings,
+        algorithm=algorithm,
+        source=_batches(settings, examples, order, how.mask),
+        scorers=scorers,
+        learners={role.name: learner(model, section, num_steps)},
+        num_steps=num_steps,
+        passes=Passes(),
+        temperature=1.0,
+        reporter=reporter,
+        spans=Spans(device.synchronize),
+        state=algorithm.initial_state(settings.algorithm),
+        folders={role.name: role.folder},
+    )
+
+
+def _needs_new_head(role: Role) -> bool:
+    return role.head == "value" and not Architecture.from_folder(role.folder).num_labels
+
+
+def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, mask: MaskRule) -> CorpusBatches:
+    if isinstance(settings, RewardModelRun):
+        return CorpusBatches(examples, order, mask, settings.negatives)
+    return CorpusBatches(examples, order, mask)
+
+
+def _scorers(settings: DPORun | KTORun, model: Model) -> dict[str, Scorer]:
+    snapshot = reference_snapshot(model, settings.actor.model, settings.reference.model)
+    scorer = LogprobScorer(model, "logp_reference", 1.0, settings.actor.micro_batch_tokens)
+    return {"reference": ReferenceScorer(snapshot, scorer)}
