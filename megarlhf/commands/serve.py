@@ -41,6 +41,8 @@ class ServeRun:
     are seen by every user of the machine."""
     max_request_bytes: int = 64 * 2**20
     """A longer request is refused."""
+    max_request_rows: int = 1024
+    """A request with more responses is refused."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
     tp: int = 1
@@ -84,7 +86,7 @@ def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
     from megarlhf.rewards.remote import read_token
 
     violations = [] if model else ["MODEL_DIR: not given; name the model's folder: megarlhf serve MODEL_DIR ..."]
-    for name in ("max_request_bytes", "micro_batch_tokens", "tp", "pp"):
+    for name in ("max_request_bytes", "max_request_rows", "micro_batch_tokens", "tp", "pp"):
         if vars(settings)[name] < 1:
             violations.append(f"--{name} {vars(settings)[name]}: use 1 or more")
     if not 0 <= settings.port < 2**16:
@@ -127,7 +129,7 @@ def build(model_folder: str, settings: ServeRun, world_size: int):
     head = "value" if settings.role == "reward" else "vocabulary"
     model = build_model(Architecture.from_folder(model_folder), groups, head=head, dtype=dtype, seed=None)
     load_weights(model, model_folder)
-    return Served(settings.role, model, Tokenizer(model_folder), settings.micro_batch_tokens)
+    return Served(settings.role, model, Tokenizer(model_folder), settings.micro_batch_tokens, settings.max_request_rows)
 
 
 def listen(served, settings: ServeRun, desk: "Desk"):

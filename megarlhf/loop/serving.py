@@ -36,6 +36,8 @@ class Served:
     tokenizer: Tokenizer
     max_tokens: int
     """Tokens packed into one micro-batch."""
+    max_rows: int
+    """Rows of one request."""
 
     @property
     def path(self) -> str:
@@ -71,6 +73,8 @@ class Served:
             raise Refusal(400, f"send prompt_ids and response_ids{texts}; the keys sent are {sorted(body)}")
         if len(prompts) != len(responses):
             raise Refusal(400, f"{len(prompts)} prompts and {len(responses)} responses; send as many of each")
+        if len(prompts) > self.max_rows:
+            raise Refusal(413, f"{len(prompts)} rows are more than the {self.max_rows} that this server takes at once")
         self._check(prompts, responses)
         return Question(_rows(prompts, responses), self._temperature(body))
 

@@ -101,10 +101,16 @@ def call_reward(
     Raises RewardError, naming the function and the samples, when it raises, takes longer than `timeout_s` seconds, or
     returns anything but B finite numbers.
     """
-    name = f"{function.__module__}:{function.__qualname__}"
+    name = _name_of(function)
     ids = [row.get("id", number) for number, row in enumerate(metadata)]
     result = _call(name, ids, function, (list(prompts), list(responses), list(metadata)), timeout_s)
     return checked_scores(name, ids, result)
+
+
+def _name_of(function: RewardFunction) -> str:
+    """`module:name`; of an object that is called, its class's."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, timeout_s: float) -> object:

@@ -52,7 +52,7 @@ def reward(folders, single_rank):
 
 @pytest.fixture(scope="module")
 def reference(folders, single_rank):
-    with serving(folders["reference"], ServeRun(role="reference")) as found:
+    with serving(folders["reference"], ServeRun(role="reference", max_request_rows=50)) as found:
         yield found
 
 
@@ -165,6 +165,13 @@ def test_what_cannot_be_answered_is_refused_in_words(reference, body, words):
 def test_texts_that_cannot_be_scored_are_refused_in_words(reward, body, words):
     found = refused(f"{reward[1]}/score", body)
     assert found.startswith("400 ") and words in found
+
+
+def test_a_request_of_too_many_rows_is_refused(reference):
+    rows = {"prompt_ids": [[1]] * 51, "response_ids": [[1]] * 51}
+    assert (
+        refused(f"{reference[1]}/logprobs", rows) == "413 51 rows are more than the 50 that this server takes at once"
+    )
 
 
 def test_each_role_answers_its_own_path_only(reward, reference):

@@ -1,5 +1,6 @@
 """Finding and calling reward functions: what is accepted, and what every wrong one is told."""
 
+import functools
 import sys
 import time
 
@@ -75,6 +76,20 @@ def test_what_a_function_raises_comes_with_traceback_and_samples():
     assert "broken raised ZeroDivisionError (samples 'a', 'b', 'c')" in text
     assert "return [1 / len(response) for response in responses]" in text
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+class Judge:
+    def __call__(self, prompts, responses, metadata):
+        return self.verdicts[:1] if hasattr(self, "verdicts") else [1.0] * len(responses)
+
+
+def test_an_object_that_is_called_and_a_partial_function_are_functions_too():
+    assert score(Judge()).tolist() == [1.0] * 3
+    assert score(functools.partial(lambda bonus, p, r, m: [bonus] * len(r), 2.0)).tolist() == [2.0] * 3
+    few = Judge()
+    few.verdicts = [1.0]
+    with pytest.raises(RewardError, match=":Judge returned 1 values for 3 responses"):
+        score(few)
 
 
 def test_a_function_that_exits_is_an_error_too():
