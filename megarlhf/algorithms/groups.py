@@ -48,7 +48,7 @@ def group_relative(values: Tensor, group: Tensor, valid: Tensor, std: Literal["u
     distance, of = centred(values, group, valid), _grouped(values, group, valid)
     if std == "none":
         return distance.to(torch.float32)
-    variance = _sums(distance.square(), of.index)[of.index] / (of.size - (std == "unbiased")).clamp(min=1)
+    variance = _sums(distance.square(), of.index)[of.index] / (of.size - float(std == "unbiased")).clamp(min=1)
     return (distance / (variance.sqrt() + _DEVIATION_EPSILON)).to(torch.float32)
 
 
