@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from megarlhf.algorithms.groups import group_relative
 from megarlhf.config.settings import Reward
 from megarlhf.errors import RewardError
 from megarlhf.loop.scoring import Scores, reward_scores
@@ -90,6 +91,27 @@ def test_scores_of_low_precision_are_float32_before_they_are_mixed(single_rank):
     assert score.dtype == torch.float32 and score.tolist() == [float(torch.tensor(0.1, dtype=torch.bfloat16))] * 5
     scaled = annotate(sources[1:], [70000.0])[0].score
     assert scaled.tolist() == pytest.approx([float(torch.tensor(0.1, dtype=torch.float16)) * 70000] * 5)
+
+
+def test_group_statistics_of_low_precision_scores_are_those_of_float32(single_rank):
+    def group(values, dtype):
+        rows = batch(["r"] * 4)
+        scored = annotate([source(lambda p, r, m: torch.tensor(values, dtype=dtype))], [1.0], experience=rows)[0]
+        one = torch.zeros(4, dtype=torch.int64)
+        return group_relative(scored.score, one, scored.mask.any(1), "unbiased").tolist()
+
+    near = group([1, 1, 1, 1.0078125], torch.bfloat16)
+    assert near == pytest.approx([-0.49987, -0.49987, -0.49987, 1.49962], abs=1e-5)
+    assert group([0.1] * 4, torch.float16) == [0.0] * 4
+    assert group([1, 0, 1, 0], torch.int64) == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+
+
+def test_a_response_without_a_score_changes_nothing_for_its_siblings(single_rank):
+    filled = annotate([source(picky), source(letters)], [0.0, 1.0], "mask")[0]
+    one = torch.zeros(5, dtype=torch.int64)
+    found = group_relative(filled.score, one, filled.mask.any(1), "biased")
+    alone = group_relative(filled.score[:4], one[:4], filled.mask[:4].any(1), "biased")
+    assert torch.equal(found[:4], alone) and found[4] == 0
 
 
 def test_stop_ends_the_run_with_the_traceback_and_the_samples(single_rank):
