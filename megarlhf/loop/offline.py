@@ -13,6 +13,7 @@ from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer, ReferenceScorer
+from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import Role, roles
 from megarlhf.loop.run import Passes, Run, Scorer
 from megarlhf.loop.workshop import Workshop, learner, reference_snapshot
@@ -50,7 +51,7 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     num_steps = order.steps_of(settings.data.epochs)
     model = Workshop(world_size).model(role, new_value_head=_needs_new_head(role))
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
-    scorers = _scorers(settings, model) if isinstance(settings, DPORun | KTORun) else {}
+    scorers = _scorers(settings, model, tokenizer.fingerprint) if isinstance(settings, DPORun | KTORun) else {}
     return Run(
         settings=settings,
         algorithm=algorithm,
@@ -77,7 +78,10 @@ def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, 
     return CorpusBatches(examples, order, mask)
 
 
-def _scorers(settings: DPORun | KTORun, model: Model) -> dict[str, Scorer]:
+def _scorers(settings: DPORun | KTORun, model: Model, tokenizer: str) -> dict[str, Scorer]:
+    """The reference, kept here or asked; `tokenizer` is the fingerprint of the actor's."""
+    if settings.reference.url:
+        return {"reference": remote_reference(settings.reference, tokenizer, 1.0)}
     snapshot = reference_snapshot(model, settings.actor.model, settings.reference.model)
     scorer = LogprobScorer(model, "logp_reference", 1.0, settings.actor.micro_batch_tokens)
     return {"reference": ReferenceScorer(snapshot, scorer)}

@@ -8,6 +8,7 @@ from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, 
 from megarlhf.config.settings import CorpusRun, Reference
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
+from megarlhf.loop.remote import address_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
 from megarlhf.rewards.remote import read_token
@@ -53,6 +54,8 @@ def _head_violations(role: Role, architecture: Architecture) -> list[str]:
 
 
 def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:
+    if settings.url:
+        return address_violations(settings)
     if not settings.model or "actor" not in models:
         return []
     found: list[str] = []

@@ -5,6 +5,7 @@ The reference of a run can be such an outsider: a server that keeps the model, o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -84,6 +85,24 @@ def remote_reference(settings: Reference, tokenizer: str, temperature: float) ->
         raise ConfigError([f"reference.url: rank {rank}: {text}" for rank, text in enumerate(problems) if text])
     endpoint = Endpoint(f"{base}/logprobs", settings.timeout_s, settings.retries, token)
     return RemoteReference(endpoint, temperature, settings.request_rows, tokenizer)
+
+
+def address_violations(settings: Reference) -> list[str]:
+    """What is wrong with a section that gives `reference.url`, before anybody is asked."""
+    found = []
+    if settings.model:
+        found.append(
+            f"reference.url: {settings.url} and reference.model {settings.model} are both given; keep the one to use"
+        )
+    for check in (
+        partial(check_url, "reference.url", settings.url),
+        partial(read_token, "reference.token_file", settings.token_file),
+    ):
+        try:
+            check()
+        except ConfigError as problem:
+            found += problem.violations
+    return found
 
 
 def _unfit(health: Endpoint, tokenizer: str) -> str:

@@ -52,6 +52,26 @@ CASES = {
         "reference.model",
         "same sizes",
     ),
+    "a reference here and elsewhere": (
+        lambda root: {"reference": Reference(model=f"{root}/actor", url="http://127.0.0.1:1")},
+        "reference.url: http://127.0.0.1:1 and reference.model",
+        "keep the one to use",
+    ),
+    "a reference without an address": (
+        lambda root: {"reference": Reference(url="127.0.0.1:8000")},
+        "reference.url: '127.0.0.1:8000' is not an address",
+        "write one like http://",
+    ),
+    "a reward server without an address": (
+        lambda root: {"reward": Reward(functions=("http:///score",))},
+        "reward.functions: 'http:///score' is not an address",
+        "write one like http://",
+    ),
+    "a token that is not there": (
+        lambda root: {"reward": Reward(functions=("http://a/score",), token_file=f"{root}/none")},
+        "reward.token_file",
+        "cannot be read as a token",
+    ),
     "a critic that reads other tokens": (
         lambda root: {"critic": Critic(model=f"{root}/other_words")},
         "critic.model",
