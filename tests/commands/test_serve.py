@@ -9,14 +9,17 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megarlhf.commands.serve import Desk, ServeRun, build, listen, main, require_valid
-from megarlhf.config.settings import Reference, Reward
+from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reference, Reward, Rollout, Run
 from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
 from megarlhf.errors import ConfigError, RemoteError
+from megarlhf.loop.launch import run_training
+from megarlhf.loop.preflight import preflight
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.scoring import reward_scores
 from tests.distributed.pool import free_port
@@ -198,6 +201,39 @@ def test_a_reference_that_goes_away_stops_the_run(folders, single_rank, batch):
         asked = remote_reference(Reference(url=url, retries=0), served.tokenizer.fingerprint, 1.0)
     with pytest.raises(RemoteError, match="reference.url: rank 0: .*cannot be reached"):
         asked.annotate(batch)
+
+
+def test_a_run_that_asks_for_scores_and_reference_is_the_run_that_keeps_them(reward, reference, folders, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS * 2))
+    actor = Actor(model=str(write_llama(tmp_path / "actor", seed=2)), optimizer=Optimizer(learning_rate=1e-3))
+    here = PPORun(
+        actor=actor,
+        critic=Critic(model=actor.model),
+        reference=Reference(model=str(folders["reference"])),
+        reward=Reward(model=str(folders["reward"])),
+        rollout=Rollout(batch_size=4, max_new_tokens=6),
+        data=Data(prompts=str(tmp_path / "prompts.jsonl"), max_prompt_tokens=16),
+        run=Run(dir=str(tmp_path / "here"), steps=2, sample_texts=0, tensorboard=False),
+    )
+    elsewhere = replace(
+        here,
+        reference=Reference(url=reference[1]),
+        reward=Reward(functions=(f"{reward[1]}/score",), request_rows=3),
+        run=replace(here.run, dir=str(tmp_path / "elsewhere")),
+    )
+    kept, asked = metrics_of(here), metrics_of(elsewhere)
+    for name in ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg", "gradient_norm/actor"):
+        assert [row[name] for row in asked] == pytest.approx([row[name] for row in kept], abs=1e-5), name
+    source = f"reward/{reward[1].removeprefix('http://')}/score"
+    assert [row[source] for row in asked] == pytest.approx([row["reward/model"] for row in kept], abs=1e-5)
+    assert kept[0]["objective/kl"] != 0
+
+
+def metrics_of(settings: PPORun) -> list[dict]:
+    assert preflight(settings, 1) == []
+    run_training("ppo", settings, 0, 1)
+    with open(f"{settings.run.dir}/metrics.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def test_everything_wrong_is_told_before_anything_is_loaded(folders, tmp_path):
