@@ -175,6 +175,9 @@ class RewardModelling:
 
     loss: Literal["preference", "regression"] = "preference"
     """Bradley-Terry over all pairs of a prompt's answers, or the squared error to each answer's score."""
+    read_at: Literal["last", "divergence"] = "last"
+    """Where scores are read: at each answer's last token, or at every token from where the answers to a prompt first
+    differ (DeepSpeed-Chat's per-token form)."""
     label_smoothing: float = 0.0
     """Probability that a preference is the wrong way round."""
     margins: bool = False

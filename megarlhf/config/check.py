@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megarlhf.config.algorithm_check import algorithm_violations
+from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
@@ -51,19 +53,6 @@ RANGES = {
     "reward.timeout_s": POSITIVE,
     "reward.retries": NOT_NEGATIVE,
     "reward.request_rows": AT_LEAST_ONE,
-    "algorithm.gamma": FRACTION,
-    "algorithm.lambda": FRACTION,
-    "algorithm.kl_coef": NOT_NEGATIVE,
-    "algorithm.kl_target": POSITIVE,
-    "algorithm.kl_horizon": AT_LEAST_ONE,
-    "algorithm.clip_low": PROBABILITY,
-    "algorithm.clip_high": POSITIVE,
-    "algorithm.value_clip": NOT_NEGATIVE,
-    "algorithm.reward_clip": NOT_NEGATIVE,
-    "algorithm.missing_eos_penalty": NOT_NEGATIVE,
-    "algorithm.num_epochs": AT_LEAST_ONE,
-    "algorithm.num_minibatches": AT_LEAST_ONE,
-    "algorithm.target_kl": NOT_NEGATIVE,
     "rollout.batch_size": AT_LEAST_ONE,
     "rollout.samples_per_prompt": AT_LEAST_ONE,
     "rollout.max_new_tokens": AT_LEAST_ONE,
@@ -77,17 +66,14 @@ RANGES = {
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
-    "data.batch_size": AT_LEAST_ONE,
-    "data.epochs": AT_LEAST_ONE,
-    "data.max_tokens": AT_LEAST_ONE,
-    "negatives.share": FRACTION,
     **{
         f"{model}.optimizer.{name}": wanted
         for model in ("actor", "critic", "reward")
         for name, wanted in OPTIMIZER_RANGES.items()
     },
 }
-"""Of every command; those of sections that a command does not have are left aside."""
+"""Of every command; those of sections that a command does not have are left aside. The sections `algorithm`, `data` of
+a data set and `negatives` have checks of their own."""
 
 
 def violations(settings: AnyRun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> list[str]:
@@ -95,7 +81,8 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
 
     `command` completes the launch command that is suggested when the number of ranks is wrong.
     """
-    found = [*_ranges(settings), *_layouts(settings)]
+    samples = settings.rollout.samples_per_prompt if isinstance(settings, OnlineRun) else 0
+    found = [*_ranges(settings), *algorithm_violations(settings.algorithm, samples), *_layouts(settings)]
     if not found:  # the arithmetic below divides by these numbers
         found += [*_paths(settings), *_learning_rates(settings)]
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
@@ -171,9 +158,24 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
 
 
 def _paths(settings: AnyRun) -> Iterator[str]:
-    data = "data.prompts" if isinstance(settings, OnlineRun) else "data.path"
-    model = "reward.model" if isinstance(settings, RewardModelRun) else "actor.model"
-    yield from (f"{name}: is not set; give a path" for name in (model, data) if not _value_at(settings, name))
+    needed = ["reward.model" if isinstance(settings, RewardModelRun) else "actor.model"]
+    needed += ["data.prompts"] if isinstance(settings, OnlineRun) else []
+    yield from (f"{name}: is not set; give a path" for name in needed if not _value_at(settings, name))
+    if not isinstance(settings, OnlineRun):
+        yield from corpus_violations(settings.data, "data")
+    if isinstance(settings, RewardModelRun):
+        yield from negatives_violations(settings.negatives, "negatives")
+        yield from _reward_modelling(settings)
+
+
+def _reward_modelling(settings: RewardModelRun) -> Iterator[str]:
+    """Scored answers stand alone: nothing is compared, so there is no best answer and no point of divergence."""
+    if settings.algorithm.loss != "regression":
+        return
+    if settings.negatives.share:
+        yield f"negatives.share: {settings.negatives.share} needs algorithm.loss preference; set it to 0"
+    if settings.algorithm.read_at == "divergence":
+        yield "algorithm.read_at: divergence is where compared answers part; choose last with loss regression"
 
 
 def _learning_rates(settings: AnyRun) -> Iterator[str]:

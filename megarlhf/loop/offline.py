@@ -36,7 +36,8 @@ class Reading:
 def reading(settings: OfflineRun) -> Reading:
     """Demonstrations, preferences, judged or scored answers, by what the command learns from."""
     if isinstance(settings, RewardModelRun):
-        return Reading(read_scored if settings.algorithm.loss == "regression" else read_preferences, "last")
+        read = read_scored if settings.algorithm.loss == "regression" else read_preferences
+        return Reading(read, settings.algorithm.read_at)
     if isinstance(settings, DPORun):
         return Reading(read_preferences, "response")
     return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
@@ -51,7 +52,8 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     num_steps = order.steps_of(settings.data.epochs)
     model = Workshop(world_size).model(role, new_value_head=_needs_new_head(role))
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
-    scorers = _scorers(settings, model, tokenizer.fingerprint) if isinstance(settings, DPORun | KTORun) else {}
+    has_reference = isinstance(settings, DPORun | KTORun)
+    scorers = _scorers(settings, algorithm, model, tokenizer.fingerprint) if has_reference else {}
     return Run(
         settings=settings,
         algorithm=algorithm,
@@ -78,10 +80,16 @@ def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, 
     return CorpusBatches(examples, order, mask)
 
 
-def _scorers(settings: DPORun | KTORun, model: Model, tokenizer: str) -> dict[str, Scorer]:
-    """The reference, kept here or asked; `tokenizer` is the fingerprint of the actor's."""
+def _scorers(settings: DPORun | KTORun, algorithm: Algorithm, model: Model, tokenizer: str) -> dict[str, Scorer]:
+    """The reference, kept here or asked, and the model itself where the algorithm reads what it says before the update.
+
+    `tokenizer` is the fingerprint of the actor's.
+    """
+    found: dict[str, Scorer] = {}
+    max_tokens = settings.actor.micro_batch_tokens
+    if "logp_start" in algorithm.reads(settings.algorithm):
+        found["logp"] = LogprobScorer(model, "logp_start", 1.0, max_tokens)
     if settings.reference.url:
-        return {"reference": remote_reference(settings.reference, tokenizer, 1.0)}
+        return found | {"reference": remote_reference(settings.reference, tokenizer, 1.0)}
     snapshot = reference_snapshot(model, settings.actor.model, settings.reference.model)
-    scorer = LogprobScorer(model, "logp_reference", 1.0, settings.actor.micro_batch_tokens)
-    return {"reference": ReferenceScorer(snapshot, scorer)}
+    return found | {"reference": ReferenceScorer(snapshot, LogprobScorer(model, "logp_reference", 1.0, max_tokens))}

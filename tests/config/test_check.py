@@ -104,6 +104,25 @@ def test_what_does_not_fit_together_is_explained(flags, found):
     assert any(sentence.startswith(found) for sentence in violations(settings(flags)))
 
 
+def test_a_data_set_is_checked_with_its_command():
+    def found(command: str, flags: str) -> list[str]:
+        return violations(load(COMMANDS[command], None, flags.split()))
+
+    assert [line.partition(":")[0] for line in found("rm", "")] == ["reward.model", "data.path"]
+    given = "--reward.model m --data.path d.jsonl"
+    assert found("rm", given) == []
+    assert found("rm", f"{given} --negatives.share 2")[0].startswith("negatives.share: 2.0 is out of range")
+    assert found("sft", "--actor.model m --data.path d --data.batch_size 0")[0].startswith("data.batch_size: 0 is out")
+    regression = f"{given} --algorithm.loss regression"
+    contradiction = found("rm", f"{regression} --negatives.share 0.5 --algorithm.read_at divergence")
+    assert [line.partition(":")[0] for line in contradiction] == ["negatives.share", "algorithm.read_at"]
+
+
+def test_options_of_an_algorithm_that_contradict_are_told():
+    (found,) = violations(load(COMMANDS["grpo"], None, [*NEEDED, "--rollout.samples_per_prompt", "1"]))
+    assert found.startswith("rollout.samples_per_prompt: 1 response has no siblings")
+
+
 def test_a_layout_that_is_not_given_follows_the_documented_model():
     chosen = settings("--actor.train.tp 2 --reward.model rm")
     assert layouts(chosen)["critic.train"] == layouts(chosen)["reward.train"] == Layout(tp=2)
