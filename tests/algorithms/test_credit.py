@@ -7,11 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.algorithms.credit import gae, minibatch_advantages, ppo_credit
+from megarlhf.algorithms.credit import (
+    gae,
+    grpo_credit,
+    minibatch_advantages,
+    policy_reads,
+    ppo_credit,
+    reinforce_plus_plus_credit,
+    returns_to_go,
+    rloo_credit,
+)
+from megarlhf.algorithms.groups import group_relative, leave_one_out
 from megarlhf.algorithms.kl_control import FixedKL
 from megarlhf.algorithms.moments import whiten
 from megarlhf.algorithms.state import AlgorithmState, ppo_state
-from megarlhf.config.settings import PPO
+from megarlhf.config.algorithms import GRPO, PPO, RLOO, ReinforcePlusPlus
 from tests.algorithms.batches import bools, close, experience_of, floats
 
 REWARD = floats([0, 0, 0, 0, 1], [0, 0, -0.5, 0, 0])
@@ -217,3 +227,77 @@ def test_the_kl_coefficient_moves_for_the_next_step_by_the_kl_of_all_rows():
     _, state, metrics = ppo_credit(batch, settings_, ppo_state(settings_))
     assert metrics["objective/kl"] == 3.0 and metrics["objective/kl_coef"] == 0.1
     assert abs(state.kl.coefficient - 0.1 * (1 + 0.2 * 2 / 20)) < 1e-12
+
+
+def grouped_batch():
+    """Two prompts of two responses; KL sums (k1) 1, 0, 2 and 3."""
+    mask = bools([1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1])
+    return experience_of(
+        mask,
+        group=torch.tensor([4, 4, 9, 9]),
+        score=torch.tensor([1.0, 0.0, 5.0, 2.0]),
+        logp_start=floats([0.5, 0.5, 7], [0, 7, 7], [1, 0, 1], [7, 1, 2]),
+    )
+
+
+def test_grpo_gives_every_token_its_responses_relative_reward():
+    batch, settings_ = grouped_batch(), GRPO(group_std="biased")
+    filled, state, metrics = grpo_credit(batch, settings_, at(0.1))
+    relative = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    close(filled.advantage, torch.where(batch.mask, relative[:, None], 0.0))
+    assert filled.target is None and filled.reward.tolist() == [1, 0, 5, 2]
+    assert metrics["objective/non_score_reward"] == 0.0 and state.kl.coefficient == 0.1
+
+
+def test_rloo_takes_the_kl_of_the_response_off_before_the_baseline():
+    batch = grouped_batch()
+    filled, _, metrics = rloo_credit(batch, RLOO(), at(0.1))
+    total = torch.tensor([1.0 - 0.1, 0.0, 5.0 - 0.2, 2.0 - 0.3])
+    expected = leave_one_out(total, batch.group, batch.mask.any(1))
+    close(expected, [0.9, -0.9, 3.1, -3.1])
+    close(filled.advantage, torch.where(batch.mask, expected[:, None], 0.0))
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.15)
+
+
+def test_reinforce_plus_plus_whitens_returns_to_go_over_the_batch():
+    batch = grouped_batch()
+    filled, _, _ = reinforce_plus_plus_credit(batch, ReinforcePlusPlus(whiten_advantages="none"), at(0.1))
+    expected = floats([0.9, 0.95, 0], [0, 0, 0], [4.8, 4.9, 4.9], [0, 1.7, 1.8])
+    close(filled.advantage, expected)
+    white, _, _ = reinforce_plus_plus_credit(batch, ReinforcePlusPlus(), at(0.1))
+    close(white.advantage, whiten(expected, batch.mask))
+    baseline = ReinforcePlusPlus(baseline=True, whiten_advantages="none")
+    relative, _, _ = reinforce_plus_plus_credit(batch, baseline, at(0.0))
+    close(relative.advantage, torch.where(batch.mask, torch.tensor([0.5, -0.5, 1.5, -1.5])[:, None], 0.0))
+    assert relative.reward.tolist() == [1, 0, 5, 2]
+
+
+def test_returns_to_go_discount_per_valid_token():
+    close(returns_to_go(floats([1, 9, 2, 4]), bools([1, 0, 1, 1]), 0.5), [[1 + 1 + 1, 0, 4, 4]])
+
+
+@pytest.mark.parametrize(
+    ("credit", "settings_"),
+    [(grpo_credit, GRPO()), (rloo_credit, RLOO()), (reinforce_plus_plus_credit, ReinforcePlusPlus(baseline=True))],
+)
+def test_group_credit_follows_its_rows_in_any_order(credit, settings_):
+    batch, order = grouped_batch(), [2, 0, 3, 1]
+    close(
+        credit(batch.select(order), settings_, at(0.1))[0].advantage,
+        credit(batch, settings_, at(0.1))[0].advantage[order],
+    )
+
+
+@pytest.mark.parametrize("credit", [grpo_credit, rloo_credit])
+def test_groups_of_equal_rewards_teach_exactly_nothing(credit):
+    batch = grouped_batch().replace(score=torch.tensor([0.1, 0.1, 0.95, 0.95]))
+    settings_ = GRPO() if credit is grpo_credit else RLOO(kl_in="loss", divide_by_peer_std=True)
+    filled, _, metrics = credit(batch, settings_, at(0.1))
+    assert not filled.advantage.any() and metrics["rollout/groups_without_signal"] == 1.0
+
+
+def test_the_reference_is_read_only_where_something_is_made_of_it():
+    assert "logp_reference" in policy_reads(GRPO()) and "logp_reference" not in policy_reads(GRPO(kl_coef=0.0))
+    filled, _, _ = grpo_credit(grouped_batch().replace(logp_reference=None), GRPO(kl_coef=0.0), at(0.0))
+    assert filled.advantage.any()
+    assert group_relative(filled.reward, filled.group, filled.mask.any(1), "none").any()
