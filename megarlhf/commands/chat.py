@@ -9,27 +9,16 @@ SUMMARY = "talk to a Hugging Face model folder: megarlhf chat MODEL_DIR [--plain
 def main(argv: Sequence[str]) -> int:
     """Reads lines until end of file or an empty line; prints the model's answer to each."""
     options = _parser().parse_args(argv)
-    import torch
-
     from megarlhf import device
 
     device.prepare()
     device.join_world()
-    from megarlhf.config.layout import Layout
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Generator, Request, Sampling
-    from megarlhf.models.architecture import Architecture
-    from megarlhf.models.build import build_model
-    from megarlhf.parallel.groups import build_groups
-    from megarlhf.weights.load import load_weights
+    from megarlhf.loop.inference import load_model
 
     tokenizer = Tokenizer(options.model)
-    groups = build_groups(Layout(), 1)
-    model = build_model(
-        Architecture.from_folder(options.model), groups, head="vocabulary", dtype=torch.float32, seed=None
-    )
-    load_weights(model, options.model)
-    generator = Generator(model, max_slots=1)
+    generator = Generator(load_model(options.model, tp=1, pp=1, dtype="float32", world_size=1), max_slots=1)
     sampling = Sampling(
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,

@@ -16,6 +16,7 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import Precision
 from megarlhf.errors import ConfigError
+from megarlhf.loop.inference import launch_violations, load_model
 
 SUMMARY = "answer scores or log-probs over HTTP: megarlhf serve MODEL_DIR --role reward|reference [--flags]"
 
@@ -97,12 +98,7 @@ def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
         violations += error.violations
     if violations:
         raise ConfigError(violations)
-    ranks = settings.tp * settings.pp
-    if world_size % ranks:
-        violations.append(
-            f"--tp {settings.tp} --pp {settings.pp}: needs {ranks} ranks or a multiple, and there are {world_size}; "
-            f"launch with torchrun --nproc-per-node {ranks} -m megarlhf serve ..."
-        )
+    violations += launch_violations("serve", settings.tp, settings.pp, world_size)
     architecture = Architecture.from_folder(model)
     violations += layout_violations(architecture, Layout(tp=settings.tp, pp=settings.pp), "serve")
     if bool(architecture.num_labels) != (settings.role == "reward"):
@@ -115,20 +111,11 @@ def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
 
 def build(model_folder: str, settings: ServeRun, world_size: int):
     """The `Served` model with its weights. Collective over the world."""
-    import torch
-
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.loop.serving import Served
-    from megarlhf.models.architecture import Architecture
-    from megarlhf.models.build import build_model
-    from megarlhf.parallel.groups import build_groups
-    from megarlhf.weights.load import load_weights
 
-    groups = build_groups(Layout(tp=settings.tp, pp=settings.pp), world_size)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     head = "value" if settings.role == "reward" else "vocabulary"
-    model = build_model(Architecture.from_folder(model_folder), groups, head=head, dtype=dtype, seed=None)
-    load_weights(model, model_folder)
+    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, head)
     return Served(settings.role, model, Tokenizer(model_folder), settings.micro_batch_tokens, settings.max_request_rows)
 
 

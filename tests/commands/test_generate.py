@@ -9,6 +9,7 @@ import pytest
 from megarlhf import cli, device
 from megarlhf.commands.generate import GenerateRun, main, require_valid, run_generate
 from megarlhf.errors import ConfigError, DataError
+from megarlhf.loop.inference import Summary
 from tests.distributed.pool import run_on_ranks
 from tests.tiny import write_llama
 
@@ -42,7 +43,7 @@ def read(path) -> list[dict]:
         return [json.loads(line) for line in file]
 
 
-def run_on_rank(rank: int, world_size: int, folder, settings: GenerateRun) -> str:
+def run_on_rank(rank: int, world_size: int, folder, settings: GenerateRun) -> Summary:
     require_valid(str(folder), settings, world_size)
     return run_generate(str(folder), settings, rank, world_size)
 
@@ -78,7 +79,7 @@ def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
     one = run_here(folder, GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), n=2, max_new_tokens=9))
     settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "two"), n=2, max_new_tokens=9, **layout)
     reports = run_on_ranks(2, run_on_rank, folder, settings)
-    assert "6 responses" in reports[0] and "0 near ties" in reports[0]
+    assert "6 responses" in reports[0].sentence and reports[0].numbers["num_near_ties"] == 0
     for alone, shared in zip(one, read(settings.out), strict=True):
         assert shared == alone | {"logprobs": pytest.approx(alone["logprobs"], abs=1e-4)}
 

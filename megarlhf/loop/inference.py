@@ -1,0 +1,161 @@
+"""What the commands that put model folders to work share: checks, launch, model, sampling, the file of results."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from megarlhf.config.answers import Answers
+from megarlhf.config.layout import Layout
+from megarlhf.config.load import load
+from megarlhf.config.settings import Data, Precision
+from megarlhf.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepared
+    from megarlhf.data.tokenizer import Tokenizer
+    from megarlhf.engines.generator import Request, Sampling
+    from megarlhf.models.build import Model
+    from megarlhf.records.prompts import Prompt
+
+Settings = TypeVar("Settings", bound=Answers)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a command did, for people and for programs."""
+
+    sentence: str
+    numbers: Mapping[str, int | float | str]
+
+    def text(self, as_json: bool) -> str:
+        """One line."""
+        return json.dumps(dict(self.numbers)) if as_json else self.sentence
+
+
+def launch(
+    command: str,
+    cls: type[Settings],
+    check: Callable[[str, Settings, int], None],
+    work: Callable[[str, Settings, int, int], Summary],
+    argv: Sequence[str],
+) -> int:
+    """Runs `megarlhf COMMAND MODEL_DIR [--flags]` on every rank of the launch; returns the exit code.
+
+    `check(model, settings, world_size)` raises ConfigError before a rank is joined; `work(model, settings, rank,
+    world_size)` is collective over the world.
+    """
+    words = list(argv)
+    model = words.pop(0) if words and not words[0].startswith("-") else ""
+    settings = load(cls, None, words, prog=f"megarlhf {command} MODEL_DIR")
+    from megarlhf import device
+
+    world_size = device.launched_world_size()
+    device.prepare()
+    check(model, settings, world_size)
+    rank, world_size = device.join_world()
+    summary = work(model, settings, rank, world_size)
+    if rank == 0:
+        print(summary.text(settings.json))
+    device.leave_world()
+    return 0
+
+
+def answers_violations(command: str, model: str, settings: Answers, world_size: int) -> list[str]:
+    """Everything about the model folder and the shared settings that can be known to be wrong from here."""
+    violations = [] if model else [f"MODEL_DIR: not given; name the model's folder: megarlhf {command} MODEL_DIR ..."]
+    violations += [f"--{name}: not given; name a JSONL file" for name in ("prompts", "out") if not vars(settings)[name]]
+    if settings.out and not Path(settings.out).absolute().parent.is_dir():
+        violations.append(f"--out: folder {Path(settings.out).absolute().parent} does not exist; make it first")
+    for name in ("n", "max_slots", "tp", "pp"):
+        if vars(settings)[name] < 1:
+            violations.append(f"--{name} {vars(settings)[name]}: use 1 or more")
+    try:
+        sampling(settings, ())
+    except ConfigError as error:
+        violations += [f"--{violation}" for violation in error.violations]
+    if settings.tp > 0 and settings.pp > 0:
+        violations += launch_violations(command, settings.tp, settings.pp, world_size)
+        violations += model_violations("MODEL_DIR", model, settings.tp, settings.pp) if model else []
+    return violations
+
+
+def launch_violations(command: str, tp: int, pp: int, world_size: int) -> list[str]:
+    """A sentence when copies of tp * pp ranks do not fill the launched world."""
+    ranks = tp * pp
+    if world_size % ranks == 0:
+        return []
+    return [
+        f"--tp {tp} --pp {pp}: needs {ranks} ranks or a multiple, and there are {world_size}; "
+        f"launch with torchrun --nproc-per-node {ranks} -m megarlhf {command} ..."
+    ]
+
+
+def model_violations(setting: str, folder: str, tp: int, pp: int) -> list[str]:
+    """Why the folder given as `setting` does not hold a language model that can be cut into tp and pp."""
+    from megarlhf.models.architecture import Architecture, layout_violations
+
+    try:
+        architecture = Architecture.from_folder(folder)
+    except (ConfigError, CheckpointError) as error:
+        return [f"{setting}: {error}"]
+    if architecture.num_labels:
+        return [f"{setting}: {folder} is a SequenceClassification model, which writes nothing; give a language model"]
+    return layout_violations(architecture, Layout(tp=tp, pp=pp), setting)
+
+
+def load_model(folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: str = "vocabulary") -> "Model":
+    """The model with its weights, tp * pp ranks a copy. Collective over the world."""
+    import torch
+
+    from megarlhf.models.architecture import Architecture
+    from megarlhf.models.build import build_model
+    from megarlhf.parallel.groups import build_groups
+    from megarlhf.weights.load import load_weights
+
+    groups = build_groups(Layout(tp=tp, pp=pp), world_size)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    model = build_model(Architecture.from_folder(folder), groups, head=head, dtype=kind, seed=None)
+    load_weights(model, folder)
+    return model
+
+
+def prompts_of(settings: Answers, tokenizer: "Tokenizer") -> list["Prompt"]:
+    """The prompts of the file. How long they may be is left to the generator, which knows the model's limit."""
+    from megarlhf.data.prompts import read_prompts
+
+    return read_prompts(settings.prompts, tokenizer, Data(prompts=settings.prompts, max_prompt_tokens=2**31))
+
+
+def requests_for(prompts: Sequence["Prompt"], num_samples: int) -> list["Request"]:
+    """`num_samples` requests for each prompt, siblings next to each other."""
+    from megarlhf.engines.generator import Request
+
+    return [Request(prompt.token_ids, prompt.row_id, sample) for prompt in prompts for sample in range(num_samples)]
+
+
+def sampling(settings: Answers, stop_ids: tuple[int, ...], step: int = 0) -> "Sampling":
+    """How answers are sampled; each `step` of a command has noise of its own. Raises ConfigError."""
+    from megarlhf.engines.generator.requests import Sampling
+
+    return Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        max_new_tokens=settings.max_new_tokens,
+        min_new_tokens=settings.min_new_tokens,
+        stop_ids=stop_ids,
+        seed=settings.seed,
+        step=step,
+    )
+
+
+def write_rows(path: str | Path, rows: Sequence[Mapping]) -> None:
+    """JSON lines, which appear under their name only when they are whole."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    part.replace(path)
