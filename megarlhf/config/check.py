@@ -12,6 +12,7 @@ from megarlhf.config.algorithm_check import algorithm_violations
 from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
+from megarlhf.config.lora import lora_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
 from megarlhf.config.settings import Critic, Trainee
 from megarlhf.errors import ConfigError
@@ -61,6 +62,10 @@ RANGES = {
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.top_p": PROBABILITY,
     "rollout.max_slots": AT_LEAST_ONE,
+    "rollout.extra_rounds": NOT_NEGATIVE,
+    "actor.average_decay": DECAY,
+    "reference.follow_rate": FRACTION,
+    "pretraining.coef": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
     "run.seed": NOT_NEGATIVE,
     "run.steps": AT_LEAST_ONE,
@@ -84,7 +89,7 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
     samples = settings.rollout.samples_per_prompt if isinstance(settings, OnlineRun) else 0
     found = [*_ranges(settings), *algorithm_violations(settings.algorithm, samples), *_layouts(settings)]
     if not found:  # the arithmetic below divides by these numbers
-        found += [*_paths(settings), *_learning_rates(settings)]
+        found += [*_paths(settings), *_learning_rates(settings), *_adapters(settings)]
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
         found += _launch(settings, world_size, command) if world_size else []
         is_countable = world_size and not found and isinstance(settings, OnlineRun)
@@ -191,8 +196,31 @@ def _learning_rates(settings: AnyRun) -> Iterator[str]:
             )
 
 
+def _adapters(settings: AnyRun) -> Iterator[str]:
+    """Adapters, and what goes with a reference that is the model without them."""
+    sections = vars(settings)
+    for name, section in sections.items():
+        if isinstance(section, Trainee | Critic):
+            yield from lora_violations(section.lora, f"{name}.lora")
+    if "reference" not in sections or not settings.actor.lora.rank:
+        return
+    for name, value in (("model", settings.reference.model), ("follow_rate", settings.reference.follow_rate)):
+        if value:
+            yield (
+                f"reference.{name}: {value} and actor.lora.rank {settings.actor.lora.rank}: with adapters the "
+                f"reference is the actor's own model without them; leave reference.{name} out, or set actor.lora.rank to 0"
+            )
+
+
 def _consistency(settings: OnlineRun) -> Iterator[str]:
     rollout, reward = settings.rollout, settings.reward
+    if isinstance(settings, PPORun) and settings.pretraining.coef:
+        yield from corpus_violations(settings.pretraining, "pretraining")
+    if rollout.extra_rounds and rollout.samples_per_prompt == 1:
+        yield (
+            f"rollout.extra_rounds: {rollout.extra_rounds} with samples_per_prompt 1: a single response carries no "
+            "signal of its own; choose samples_per_prompt 2 or more, or extra_rounds 0"
+        )
     if rollout.min_new_tokens > rollout.max_new_tokens:
         yield (
             f"rollout.min_new_tokens: {rollout.min_new_tokens} is more than rollout.max_new_tokens "

@@ -8,7 +8,7 @@ NEGATIVE_KINDS = ("shuffled", "truncated", "repeated")
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Texts:
     """Where examples come from, and how they are cut into batches."""
 
     path: str = ""
@@ -17,8 +17,6 @@ class Corpus:
     """Split that is read where a data set folder or hub data set has several."""
     batch_size: int = 32
     """Examples (conversations, texts, comparisons, answers) of one step."""
-    epochs: int = 1
-    """Times the data set is gone through."""
     max_tokens: int = 1024
     """Longest sequence: prompt and answer together."""
     too_long: Literal["error", "drop", "truncate_left", "truncate_right", "split"] = "error"
@@ -27,6 +25,14 @@ class Corpus:
     """End answers and texts with the end token where they do not end with a stop token already."""
     shuffle: bool = True
     """Shuffle the examples anew in every epoch."""
+
+
+@dataclass(frozen=True)
+class Corpus(Texts):
+    """A data set that a run goes through."""
+
+    epochs: int = 1
+    """Times the data set is gone through."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,12 @@ class Negatives:
     """How answers are spoilt: another prompt's best answer, cut short, or padded with repetition."""
 
 
-def corpus_violations(settings: Corpus, section: str) -> Iterator[str]:
+def corpus_violations(settings: Texts, section: str) -> Iterator[str]:
     """What is wrong with a corpus whose settings are under the name `section`, without a look at the file."""
     if not settings.path:
         yield f"{section}.path: is not set; give a path"
     for name, least in (("batch_size", 1), ("epochs", 1), ("max_tokens", 2)):
-        if vars(settings)[name] < least:
+        if name in vars(settings) and vars(settings)[name] < least:
             yield f"{section}.{name}: {vars(settings)[name]} is out of range; choose {least} or more"
 
 

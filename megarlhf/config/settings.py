@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarlhf.config.algorithms import PPO
+from megarlhf.config.corpus import Texts
 from megarlhf.config.layout import Layout
+from megarlhf.config.lora import LoRA
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -50,6 +52,8 @@ class Trainee:
     """Precision of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one training or scoring micro-batch (a longer sequence is a micro-batch of its own)."""
+    lora: LoRA = LoRA()
+    """Adapters that are trained in place of the model."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Actor(Trainee):
 
     generate: Layout = Layout()
     """Layout for generating rollouts; weights are resharded into it after every step's updates."""
+    average_decay: float = 0.0
+    """Decay per step of a running average of the actor's weights, exported beside them as hf_average; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Critic:
     """Precision of weights and activations; the value head is always float32."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
+    lora: LoRA = LoRA()
+    """Adapters that are trained in place of the model; the value head is always trained."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Reference:
 
     model: str = ""
     """Folder of the reference weights, of the actor's architecture; empty: the actor's starting weights."""
+    follow_rate: float = 0.0
+    """After every step the reference moves this share of the way to the actor; 0: it stays."""
     url: str = ""
     """Address of `megarlhf serve MODEL_DIR --role reference`, such as http://127.0.0.1:8000, to ask instead of keeping
     the reference here; it may be of any architecture with the actor's tokenizer. Empty: it is kept here."""
@@ -149,6 +159,9 @@ class Rollout:
     """Further tokens that end a response, besides the model's own end tokens."""
     max_slots: int = 64
     """Sequences decoded at once per data-parallel rank; a finished one's slot is refilled."""
+    extra_rounds: int = 0
+    """Dynamic sampling (DAPO): how many times more prompts are drawn in a step, in place of those whose responses all
+    got the same score; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +176,14 @@ class Data:
     """What to do with a longer one."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch."""
+
+
+@dataclass(frozen=True)
+class Pretraining(Texts):
+    """Language modelling mixed into the actor's updates (PPO-ptx)."""
+
+    coef: float = 0.0
+    """Coefficient of its loss; 0: nothing is mixed in."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +221,7 @@ class PPORun:
     reference: Reference = field(default_factory=Reference)
     reward: Reward = field(default_factory=Reward)
     algorithm: PPO = field(default_factory=PPO)
+    pretraining: Pretraining = field(default_factory=Pretraining)
     rollout: Rollout = field(default_factory=Rollout)
     data: Data = field(default_factory=Data)
     run: Run = field(default_factory=Run)

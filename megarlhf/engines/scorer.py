@@ -3,18 +3,19 @@
 Each data-parallel rank scores its share of the rows; results travel to every rank and land in input order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
+from megarlhf.models.lora import Key, adapters_off
 from megarlhf.parallel.rows import gather_rows
 from megarlhf.records.experience import Experience, scatter_rows
-from megarlhf.residency.snapshot import Snapshot
 
 ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
@@ -74,16 +75,36 @@ class LogprobScorer:
         )
 
 
-@dataclass(frozen=True)
-class ReferenceScorer:
-    """Log-probs under the reference: `scorer`'s model with the snapshot's weights in it."""
+class OtherWeights(Protocol):
+    """A second set of weights for a model: a `Snapshot`, or an `Average`."""
 
-    snapshot: Snapshot
+    def swapped_in(self, parameters: Mapping[Key, torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside the block `parameters` hold the other weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterFreeScorer:
+    """Log-probs under the reference of a model with adapters: the same model with them switched off."""
+
     scorer: LogprobScorer
 
     def annotate(self, experience: Experience) -> Experience:
         """Fills `logp_reference` [B, T]. Collective over the world."""
-        with self.snapshot.swapped_in(self.scorer.model.named_parameters()):
+        with adapters_off(self.scorer.model):
+            return self.scorer.annotate(experience)
+
+
+@dataclass(frozen=True)
+class ReferenceScorer:
+    """Log-probs under the reference: `scorer`'s model with the other weights in it."""
+
+    weights: OtherWeights
+    scorer: LogprobScorer
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Fills `logp_reference` [B, T]. Collective over the world."""
+        with self.weights.swapped_in(self.scorer.model.named_parameters()):
             return self.scorer.annotate(experience)
 
 

@@ -15,6 +15,6 @@ def train(run: Run) -> None:
             for name, learner in run.learners.items():
                 with run.spans(f"learn_{name}"):
                     for minibatch in run.minibatches(batch, step):
-                        if run.record(name, learner.update(run.parts(name, minibatch, step))):
+                        if run.record(name, learner.update(run.parts(name, minibatch))):
                             break
         run.finish(step, batch)

@@ -12,12 +12,11 @@ from megarlhf.data.corpus import read_demonstrations, read_labelled, read_prefer
 from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.engines.scorer import LogprobScorer, ReferenceScorer
+from megarlhf.engines.scorer import LogprobScorer
 from megarlhf.loop.remote import remote_reference
-from megarlhf.loop.roles import Role, roles
-from megarlhf.loop.run import Passes, Run, Scorer
-from megarlhf.loop.workshop import Workshop, learner, reference_snapshot
-from megarlhf.models.architecture import Architecture
+from megarlhf.loop.roles import roles
+from megarlhf.loop.run import Follower, Passes, Run, Scorer
+from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
@@ -50,10 +49,12 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     examples = how.read(settings.data, tokenizer, "data")
     order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)
     num_steps = order.steps_of(settings.data.epochs)
-    model = Workshop(world_size).model(role, new_value_head=_needs_new_head(role))
+    model = Workshop(world_size, settings.run.seed).model(role)
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
-    has_reference = isinstance(settings, DPORun | KTORun)
-    scorers = _scorers(settings, algorithm, model, tokenizer.fingerprint) if has_reference else {}
+    scorers: dict[str, Scorer] = {}
+    followers: tuple[Follower, ...] = ()
+    if isinstance(settings, DPORun | KTORun):
+        scorers, followers = _scorers(settings, algorithm, model, tokenizer.fingerprint)
     return Run(
         settings=settings,
         algorithm=algorithm,
@@ -66,12 +67,9 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         reporter=reporter,
         spans=Spans(device.synchronize),
         state=algorithm.initial_state(settings.algorithm),
-        folders={role.name: role.folder},
+        roles={role.name: role},
+        followers=followers,
     )
-
-
-def _needs_new_head(role: Role) -> bool:
-    return role.head == "value" and not Architecture.from_folder(role.folder).num_labels
 
 
 def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, mask: MaskRule) -> CorpusBatches:
@@ -80,7 +78,9 @@ def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, 
     return CorpusBatches(examples, order, mask)
 
 
-def _scorers(settings: DPORun | KTORun, algorithm: Algorithm, model: Model, tokenizer: str) -> dict[str, Scorer]:
+def _scorers(
+    settings: DPORun | KTORun, algorithm: Algorithm, model: Model, tokenizer: str
+) -> tuple[dict[str, Scorer], tuple[Follower, ...]]:
     """The reference, kept here or asked, and the model itself where the algorithm reads what it says before the update.
 
     `tokenizer` is the fingerprint of the actor's.
@@ -90,6 +90,6 @@ def _scorers(settings: DPORun | KTORun, algorithm: Algorithm, model: Model, toke
     if "logp_start" in algorithm.reads(settings.algorithm):
         found["logp"] = LogprobScorer(model, "logp_start", 1.0, max_tokens)
     if settings.reference.url:
-        return found | {"reference": remote_reference(settings.reference, tokenizer, 1.0)}
-    snapshot = reference_snapshot(model, settings.actor.model, settings.reference.model)
-    return found | {"reference": ReferenceScorer(snapshot, LogprobScorer(model, "logp_reference", 1.0, max_tokens))}
+        return found | {"reference": remote_reference(settings.reference, tokenizer, 1.0)}, ()
+    reference = local_reference(settings.reference, settings.actor, model, 1.0)
+    return found | {"reference": reference.scorer}, reference.followers

@@ -6,8 +6,9 @@ from functools import partial
 from typing import TypeVar
 
 from megarlhf.config.layout import Layout
+from megarlhf.config.lora import LoRA
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
-from megarlhf.config.settings import Precision
+from megarlhf.config.settings import Critic, Precision, Trainee
 from megarlhf.errors import MegarlhfError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
@@ -26,6 +27,8 @@ class Role:
     dtype: Precision
     setting: str
     """The layout's setting as the user types it."""
+    lora: LoRA = LoRA()
+    """Adapters to train in place of the model."""
 
 
 def roles(settings: AnyRun) -> dict[str, Role]:
@@ -36,10 +39,9 @@ def roles(settings: AnyRun) -> dict[str, Role]:
     value head. Offline: the one model that is trained.
     """
     if isinstance(settings, RewardModelRun):
-        found = [_role("reward", settings.reward.model, settings.reward.train, "value", settings.reward.dtype)]
+        found = [_trained("reward", settings.reward.model, settings.reward.train, "value", settings.reward)]
     else:
-        actor = settings.actor
-        found = [_role("actor", actor.model, actor.train, "vocabulary", actor.dtype)]
+        found = [_trained("actor", settings.actor.model, settings.actor.train, "vocabulary", settings.actor)]
     if isinstance(settings, OnlineRun):
         found += _online(settings)
     return {role.name: role for role in found}
@@ -52,14 +54,15 @@ def _online(settings: OnlineRun) -> list[Role]:
     if isinstance(settings, PPORun):
         critic = settings.critic
         judge = critic.train or actor.train
-        found.append(_role("critic", critic.model or reward.model or actor.model, judge, "value", critic.dtype))
+        found.append(_trained("critic", critic.model or reward.model or actor.model, judge, "value", critic))
     if reward.model:
-        found.append(_role("reward", reward.model, reward.train or judge, "value", reward.dtype))
+        layout = reward.train or judge
+        found.append(Role("reward", reward.model, layout, "value", reward.dtype, "reward.train"))
     return found
 
 
-def _role(name: str, folder: str, layout: Layout, head: Head, dtype: Precision) -> Role:
-    return Role(name, folder, layout, head, dtype, f"{name}.train")
+def _trained(name: str, folder: str, layout: Layout, head: Head, section: Trainee | Critic) -> Role:
+    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora)
 
 
 def attempt(call: Callable[[], Value], violations: list[str], setting: str) -> Value | None:

@@ -32,8 +32,12 @@ class Rollouts:
     _version: int = -1
 
     def next_batch(self, step: int) -> Experience:
-        """The batch of `step`: siblings are consecutive rows; `logp_rollout` is filled."""
-        indices = self.order.batch(step)
+        """The batch of `step`, see `draw`."""
+        return self.draw(step)
+
+    def draw(self, number: int) -> Experience:
+        """Batch `number` of the prompts' order: siblings are consecutive rows; `logp_rollout` is filled."""
+        indices = self.order.batch(number)
         samples = siblings([self.prompts[index] for index in indices], self.samples_per_prompt)
         # A prompt that is used twice in a batch needs other noise the second time, which the sample number gives.
         repeats = [number for number in occurrences(indices) for _ in range(self.samples_per_prompt)]
@@ -41,7 +45,7 @@ class Rollouts:
             replace(sample, sample=sample.sample + repeat * self.samples_per_prompt)
             for sample, repeat in zip(samples, repeats, strict=True)
         ]
-        return self.sample(numbered, step)
+        return self.sample(numbered, number)
 
     def sample(self, samples: Sequence[Sample], step: int) -> Experience:
         """One row per sample, drawn with the noise of `step` from the actor's latest weights."""

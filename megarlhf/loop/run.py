@@ -13,11 +13,14 @@ from megarlhf.config.runs import AnyRun
 from megarlhf.engines.learner import Learner, Objective, Part, Update
 from megarlhf.engines.pipeline import group_units
 from megarlhf.loop.objectives import objective
+from megarlhf.loop.roles import Role
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
+from megarlhf.residency.average import Average
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
+from megarlhf.weights.adapters import export_peft
 from megarlhf.weights.export import export_model
 
 
@@ -40,9 +43,19 @@ class Scorer(Protocol):
 class Mixture(Protocol):
     """A second source whose loss is added to a learner's updates."""
 
-    def part(self, step: int) -> Part:
-        """What is mixed into every update of `step`."""
+    def part(self, update: int) -> Part:
+        """What is mixed into the learner's update number `update`."""
         ...
+
+
+@dataclass(frozen=True)
+class Follower:
+    """An average that moves with a learner's weights after every step."""
+
+    average: Average
+    learner: str
+    export: str = ""
+    """Folder in the run folder that the average is exported to at the end; empty: it is not."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +83,13 @@ class Run:
     reporter: Reporter
     spans: Spans
     state: AlgorithmState
-    folders: Mapping[str, str]
-    """Model folder that each learner started from: exports copy its tokenizer and config."""
+    roles: Mapping[str, Role]
+    """Of each learner: exports copy the tokenizer and config of the folder that it started from."""
     mixtures: Mapping[str, Mixture] = field(default_factory=dict)
     """By learner."""
+    followers: Sequence[Follower] = ()
+    judge: Scorer | None = None
+    """What scores sampled responses; None: nothing is sampled."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers of the step so far."""
     episodes: int = 0
@@ -117,9 +133,9 @@ class Run:
                 rows = [row for unit in part.tolist() for row in units[unit]]
                 yield self.algorithm.prepare_minibatch(batch.select(rows), self.settings.algorithm)
 
-    def parts(self, name: str, minibatch: Experience, step: int) -> Sequence[Part]:
-        """What one learner is updated on: the minibatch, and what is mixed in at `step`."""
-        mixed_in = [self.mixtures[name].part(step)] if name in self.mixtures else []
+    def parts(self, name: str, minibatch: Experience) -> Sequence[Part]:
+        """What one learner is updated on next: the minibatch, and what is mixed in."""
+        mixed_in = [self.mixtures[name].part(self.learners[name].num_updates)] if name in self.mixtures else []
         return [Part(minibatch, self._objectives[name]), *mixed_in]
 
     def record(self, name: str, update: Update) -> bool:
@@ -136,6 +152,8 @@ class Run:
 
     def finish(self, step: int, batch: Experience) -> None:
         """Saves when due, then reports the step. Collective over the world."""
+        for follower in self.followers:
+            follower.average.update(self.learners[follower.learner].model.named_parameters())
         every = self.settings.run.save_every
         if every and (step + 1) % every == 0:
             with self.spans("save"):
@@ -158,11 +176,18 @@ class Run:
     def export(self) -> Path:
         """The model that the command is about as a Hugging Face folder, RUN_DIR/hf. Collective over the world."""
         self._export(list(self.learners)[-1], self.folder / "hf")
+        for follower in self.followers:
+            if follower.export:
+                with follower.average.swapped_in(self.learners[follower.learner].model.named_parameters()):
+                    self._export(follower.learner, self.folder / follower.export)
         return self.folder / "hf"
 
     def _export(self, name: str, folder: Path) -> None:
-        model, source = self.learners[name].model, self.folders[name]
-        export_model(model, folder, source_folder=source, replace=self.settings.run.overwrite)
+        """The whole model, adapters merged in, and beside it the adapters in PEFT's format where there are any."""
+        model, role, replace = self.learners[name].model, self.roles[name], self.settings.run.overwrite
+        export_model(model, folder, source_folder=role.folder, replace=replace)
+        if role.lora.rank:
+            export_peft(model, folder.with_name(f"{folder.name}_lora"), role.lora, base=role.folder, replace=replace)
 
 
 def sample_rows(batch: Experience, count: int) -> list[dict]:

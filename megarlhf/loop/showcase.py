@@ -16,7 +16,7 @@ def show(run: Run) -> list[dict]:
         return []
     sampled = run.source.sample(siblings(prompts, 1), SHOWN_STEP)
     kept = len(run.reported)
-    batch = run.scorers["reward"].annotate(sampled)
+    batch = run.judge.annotate(sampled)
     del run.reported[kept:]  # these scores are not part of any step
     run.spans.take()
     return sample_rows(batch, batch.num_rows)

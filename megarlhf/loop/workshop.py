@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 import torch
 
 from megarlhf.config.layout import Layout
-from megarlhf.config.settings import Critic, Trainee
+from megarlhf.config.settings import Critic, Reference, Trainee
 from megarlhf.engines.learner import Learner
+from megarlhf.engines.scorer import AdapterFreeScorer, LogprobScorer, ReferenceScorer
 from megarlhf.loop.roles import Role
+from megarlhf.loop.run import Follower
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
+from megarlhf.models.lora import add_lora
 from megarlhf.parallel.groups import Groups, build_groups
+from megarlhf.records.seeds import derive_seed
+from megarlhf.residency.average import Average
 from megarlhf.residency.snapshot import Snapshot
 from megarlhf.weights.load import load_weights
 
@@ -22,12 +27,13 @@ class Workshop:
     """Builds models for one world; layouts that are equal share their process groups."""
 
     world_size: int
+    seed: int
     groups: dict[Layout, Groups] = field(default_factory=dict)
 
-    def model(self, role: Role, *, load: bool = True, new_value_head: bool = False) -> Model:
+    def model(self, role: Role, *, load: bool = True) -> Model:
         """A model of `role`, with its folder's weights unless `load` is false. Collective over the world.
 
-        `new_value_head` lets a value model start from a language model, with a head of zeros.
+        A trained value model may start from a language model, with a head of zeros. Adapters come with their own seed.
         """
         if role.layout not in self.groups:
             self.groups[role.layout] = build_groups(role.layout, self.world_size)
@@ -35,21 +41,39 @@ class Workshop:
         dtype = DTYPES[role.dtype]
         model = build_model(architecture, self.groups[role.layout], head=role.head, dtype=dtype, seed=None)
         if load:
-            load_weights(model, role.folder, new_value_head=new_value_head)
+            is_new_head = role.head == "value" and not architecture.num_labels
+            load_weights(model, role.folder, new_value_head=is_new_head)
+        if role.lora.rank:
+            add_lora(model, role.lora, derive_seed(self.seed, "lora", role.name))
         return model
 
 
-def reference_snapshot(actor: Model, actor_folder: str, reference_folder: str) -> Snapshot:
-    """The reference's weights, read into the actor's module where they come from a folder of their own.
+@dataclass(frozen=True)
+class LocalReference:
+    """The reference kept in the actor's module, and the average that moves when it follows the actor."""
 
-    Collective over the world. An empty `reference_folder` means the actor's weights as they are now.
+    scorer: ReferenceScorer | AdapterFreeScorer
+    followers: tuple[Follower, ...] = ()
+
+
+def local_reference(settings: Reference, actor: Trainee, model: Model, temperature: float) -> LocalReference:
+    """The reference of the actor's `model`, whose weights are still those of its folder. Collective over the world.
+
+    With adapters it is the model without them; otherwise a second set of weights on the host, read into the module
+    where they come from a folder of their own.
     """
-    if not reference_folder:
-        return Snapshot(actor.named_parameters())
-    load_weights(actor, reference_folder)
-    snapshot = Snapshot(actor.named_parameters())
-    load_weights(actor, actor_folder)
-    return snapshot
+    scorer = LogprobScorer(model, "logp_reference", temperature, actor.micro_batch_tokens)
+    if actor.lora.rank:
+        return LocalReference(AdapterFreeScorer(scorer))
+    parameters = model.named_parameters()
+    if settings.model:
+        load_weights(model, settings.model)
+    average = Average(parameters, 1 - settings.follow_rate) if settings.follow_rate else None
+    weights = average or Snapshot(parameters)
+    if settings.model:
+        load_weights(model, actor.model)
+    followers = (Follower(average, "actor"),) if average else ()
+    return LocalReference(ReferenceScorer(weights, scorer), followers)
 
 
 def learner(model: Model, settings: Trainee | Critic, total_updates: int) -> Learner:

@@ -42,7 +42,7 @@ def one_step(rank: int, world_size: int, run_settings: PPORun):
     for scorer in run.scorers.values():
         batch = scorer.annotate(batch)
     batch = run.credit(batch)
-    learner.update(run.parts("actor", next(iter(run.minibatches(batch, 0))), 0))
+    learner.update(run.parts("actor", next(iter(run.minibatches(batch, 0)))))
     is_stale = not agree()
     source.next_batch(1)
     gap = (batch.logp_start - batch.logp_rollout)[batch.mask].abs().max()

@@ -1,0 +1,39 @@
+"""Language modelling mixed into a policy's updates: PPO-ptx (Ouyang et al., 2022, equation 2).
+
+Every update adds coef * the mean negative log-prob of a batch of a corpus, with gradients summed like any other part.
+"""
+
+from dataclasses import dataclass
+
+from megarlhf.algorithms.catalogue import SFT
+from megarlhf.config.algorithms import SFT as SFTSettings
+from megarlhf.config.settings import Pretraining
+from megarlhf.data.batches import CorpusBatches
+from megarlhf.data.corpus import read_demonstrations
+from megarlhf.data.order import PromptOrder
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.engines.learner import Objective, Part
+
+
+@dataclass(frozen=True)
+class PretrainingMix:
+    """A batch of the corpus for every update."""
+
+    batches: CorpusBatches
+    objective: Objective
+
+    def part(self, update: int) -> Part:
+        """What is mixed into the learner's update number `update`."""
+        return Part(self.batches.next_batch(update), self.objective)
+
+
+def pretraining_mix(settings: Pretraining, tokenizer: Tokenizer, seed: int) -> PretrainingMix:
+    """The mixture that the settings describe. Its metric is `pretraining/loss`, nats per token."""
+    examples = read_demonstrations(settings, tokenizer, "pretraining")
+    order = PromptOrder(len(examples), settings.batch_size, seed, settings.shuffle)
+
+    def loss(prediction, tokens, denominators):
+        value, metrics = SFT.actor_loss(prediction, tokens, SFTSettings(), denominators)
+        return settings.coef * value, {"pretraining/loss": metrics["loss/sft_avg"]}
+
+    return PretrainingMix(CorpusBatches(examples, order, "response"), Objective(loss))

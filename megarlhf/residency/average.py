@@ -1,0 +1,47 @@
+"""A running average of a model's weights on the host, in float32, that can be looked at through the model."""
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from megarlhf import device
+
+
+class Average:
+    """average <- decay * average + (1 - decay) * weights, for every call of `update`. Starts at the weights."""
+
+    def __init__(self, parameters: Mapping[Hashable, torch.Tensor], decay: float):
+        assert 0 <= decay < 1, f"decay is {decay}; an average has a decay of at least 0 and below 1"
+        self._decay = decay
+        # float32, whatever the weights are: bfloat16 cannot hold steps of a thousandth.
+        self._host = {key: device.pinned(_host_copy(parameter)) for key, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, parameters: Mapping[Hashable, torch.Tensor]) -> None:
+        """Moves the average towards the weights."""
+        for key, average in self._host.items():
+            average.lerp_(_host_copy(parameters[key]), 1 - self._decay)
+
+    @contextmanager
+    def swapped_in(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Iterator[None]:
+        """Inside the block `parameters` hold the average; afterwards they are bit for bit what they were.
+
+        Extra host memory: one copy of the weights.
+        """
+        ours = {key: parameter.detach().to("cpu", copy=True) for key, parameter in parameters.items()}
+        _fill(parameters, self._host)
+        try:
+            yield
+        finally:
+            _fill(parameters, ours)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[Hashable, torch.nn.Parameter], values: Mapping[Hashable, torch.Tensor]) -> None:
+    for key, parameter in parameters.items():
+        parameter.copy_(values[key])
