@@ -59,6 +59,8 @@ def test_rows_move_together_with_their_texts():
     [
         ({"value": torch.zeros(3, 4)}, r"value: shape \[3, 4\] instead of \[3, 3\]"),
         ({"value": torch.zeros(3, 3, dtype=torch.float64)}, r"value: torch.float64 instead of torch.float32"),
+        ({"preference": torch.zeros(2)}, r"preference: shape \[2\] instead of \[3\]"),
+        ({"margin": torch.zeros(3, 3)}, r"margin: shape \[3, 3\] instead of \[3\]"),
         ({"score": torch.zeros(2)}, r"score: shape \[2\] instead of \[3\]"),
         ({"score": torch.tensor([1, 2, 3])}, r"score: torch.int64 instead of torch.float32"),
         ({"tokens": torch.zeros(4, dtype=torch.int64)}, r"tokens: shape \[4\] instead of \[B, S\]"),

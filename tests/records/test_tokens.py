@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarlhf.records import Experience, TokenBatch, pack_rows
+from megarlhf.records import Denominators, Experience, TokenBatch, pack_rows
 
 
 def batch() -> Experience:
@@ -34,3 +34,26 @@ def test_its_order_is_that_of_the_packed_stream():
 def test_fields_of_another_length_are_refused():
     with pytest.raises(AssertionError, match=r"value: shape \[2\] instead of \[3\]"):
         TokenBatch(row=torch.zeros(3, dtype=torch.int64), num_rows=1, value=torch.zeros(2))
+
+
+def test_rows_keep_their_group_and_what_was_said_about_them():
+    rows = batch().replace(
+        group=torch.tensor([7, 3]), preference=torch.tensor([1.0, 0.0]), margin=torch.tensor([0.5, 0.0])
+    )
+    tokens = TokenBatch.from_experience(rows)
+    assert tokens.group.tolist() == [1, 0] and tokens.finished.tolist() == [False, True]
+    assert tokens.preference.tolist() == [1, 0] and tokens.margin.tolist() == [0.5, 0] and tokens.score is None
+    with pytest.raises(AssertionError, match=r"margin: shape \[3\] instead of \[2\]"):
+        TokenBatch(row=torch.zeros(3, dtype=torch.int64), num_rows=2, margin=torch.zeros(3))
+
+
+def test_an_empty_micro_batch_has_no_tokens_and_no_groups():
+    tokens = TokenBatch.from_experience(batch().select([]))
+    assert tokens.num_tokens == tokens.num_rows == 0 and tokens.group.tolist() == []
+
+
+def test_denominators_count_the_whole_minibatch():
+    rows = batch()
+    assert Denominators.of(rows) == Denominators(tokens=3.0, rows=2.0, groups=2.0)
+    assert Denominators.of(rows.replace(group=torch.tensor([4, 4]))) == Denominators(3.0, 2.0, 1.0)
+    assert Denominators.of(rows.replace(mask=rows.mask & False)) == Denominators(0.0, 0.0, 0.0)
