@@ -18,10 +18,16 @@ COLUMNS = {
     "clipped": "policy/clipfrac_avg",
     "policy loss": "loss/policy_avg",
     "value loss": "loss/value_avg",
+    "sft loss": "loss/sft_avg",
+    "dpo loss": "loss/dpo_avg",
+    "kto loss": "loss/kto_avg",
+    "reward loss": "loss/reward_avg",
+    "accuracy": "rewards/accuracy",
+    "margin": "rewards/margin",
     "logp gap": "rollout/logp_gap_max",
     "seconds": "time/total_s",
 }
-"""Heading of each column and the metric below it."""
+"""Heading of each column and the metric below it; a run shows those that it has."""
 
 
 class ConsoleSink:
@@ -49,7 +55,8 @@ class ConsoleSink:
         """Shows the first text."""
         if not rows:
             return
-        self._sample = Text(f"step {step}, score {rows[0]['score']:.3g}: {rows[0]['prompt']}", style="dim")
+        score = f", score {rows[0]['score']:.3g}" if "score" in rows[0] else ""
+        self._sample = Text(f"step {step}{score}: {rows[0]['prompt']}", style="dim")
         self._sample.append(f" {rows[0]['response']}", style="not dim")
         if self._live:
             self._refresh(self._live)
@@ -63,9 +70,11 @@ class ConsoleSink:
 
     def _refresh(self, live: Live) -> None:
         live.start()
-        table = Table("step", *COLUMNS)
+        headings = ["step", *COLUMNS]
+        used = [column for column in range(len(headings)) if any(row[column] for row in self._rows)]
+        table = Table(*(headings[column] for column in used))
         for row in self._rows:
-            table.add_row(*row)
+            table.add_row(*(row[column] for column in used))
         live.update(Group(table, self._sample), refresh=True)
 
     def _print(self, line: str) -> None:

@@ -85,9 +85,16 @@ def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
         sink.step(step, {"objective/scores": float(step)})
     sink.samples(3, ROWS)
     sink.close()
-    last_frame = out.getvalue()[out.getvalue().rindex("logp gap") :]
+    last_frame = out.getvalue()[out.getvalue().rindex("┏") :]
     assert "3/10" in last_frame and "2/10" in last_frame and "1/10" not in last_frame
     assert "[bold] é" in last_frame
+    assert "score" in last_frame and "kl" not in last_frame, "columns without a number are left out"
+
+
+def test_a_text_without_a_score_is_shown_as_it_is():
+    out = io.StringIO()
+    ConsoleSink(num_steps=None, console=Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": " film"}])
+    assert out.getvalue().strip() == "step 1: A film"
 
 
 def test_tensorboard_holds_the_finite_numbers(tmp_path):
