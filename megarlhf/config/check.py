@@ -208,7 +208,8 @@ def _adapters(settings: AnyRun) -> Iterator[str]:
         if value:
             yield (
                 f"reference.{name}: {value} and actor.lora.rank {settings.actor.lora.rank}: with adapters the "
-                f"reference is the actor's own model without them; leave reference.{name} out, or set actor.lora.rank to 0"
+                f"reference is the actor's own model without them; leave reference.{name} out, or set actor.lora.rank "
+                "to 0"
             )
 
 
