@@ -84,7 +84,7 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     objective/score_deviation   deviation of all scores so far, where scores are normalised
     val/num_eos_tokens          responses that ended by themselves
     rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats
-    rollout/groups_without_signal  share of the groups of several responses whose rewards are all equal
+    objective/groups_without_signal  share of the groups of several responses whose rewards are all equal
 
     KL is reported where there is a reference. Rows without a sampled token count for the scores only.
     """
@@ -151,4 +151,4 @@ def _signal(reward: Tensor, group: Tensor, sampled: Tensor) -> dict[str, float]:
     several = sizes > 1
     if not bool(several.any()):
         return {}
-    return {"rollout/groups_without_signal": float((~informative[several]).float().mean())}
+    return {"objective/groups_without_signal": float((~informative[several]).float().mean())}

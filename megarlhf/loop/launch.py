@@ -1,12 +1,16 @@
 """What every training command does: settings, preflight, joining the world, building, training, exporting."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarlhf.config.algorithm_check import algorithm_warnings
 from megarlhf.config.load import load_command, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
 from megarlhf.errors import ConfigError
 from megarlhf.telemetry.status import BAD_INPUT, recorded, write_status
+
+_log = logging.getLogger(__name__)
 
 
 def launch(command: str, argv: Sequence[str]) -> int:
@@ -42,6 +46,8 @@ def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> 
     with recorded(folder, rank), reporter(settings, rank) as report:
         if rank == 0:
             (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
+            for warning in algorithm_warnings(settings.algorithm):
+                _log.warning(warning)
         build = build_online if is_online else build_offline
         run = build(settings, algorithm, world_size, report)
         before = show(run) if is_online else []

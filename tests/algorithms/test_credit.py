@@ -293,7 +293,7 @@ def test_groups_of_equal_rewards_teach_exactly_nothing(credit):
     batch = grouped_batch().replace(score=torch.tensor([0.1, 0.1, 0.95, 0.95]))
     settings_ = GRPO() if credit is grpo_credit else RLOO(kl_in="loss", divide_by_peer_std=True)
     filled, _, metrics = credit(batch, settings_, at(0.1))
-    assert not filled.advantage.any() and metrics["rollout/groups_without_signal"] == 1.0
+    assert not filled.advantage.any() and metrics["objective/groups_without_signal"] == 1.0
 
 
 def test_the_reference_is_read_only_where_something_is_made_of_it():

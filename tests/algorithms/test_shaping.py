@@ -118,6 +118,6 @@ def test_without_a_reference_there_is_no_kl_to_report():
 def test_groups_that_teach_nothing_are_counted():
     mask = bools(*[[1]] * 5)
     batch = experience_of(mask, group=torch.tensor([7, 7, 3, 3, 9]), score=torch.tensor([0.1, 0.1, 1.0, 0.0, 5.0]))
-    assert earnings(batch, GRPO(), AlgorithmState()).metrics["rollout/groups_without_signal"] == 0.5
+    assert earnings(batch, GRPO(), AlgorithmState()).metrics["objective/groups_without_signal"] == 0.5
     alone = experience_of(mask, score=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
-    assert "rollout/groups_without_signal" not in earnings(alone, GRPO(), AlgorithmState()).metrics
+    assert "objective/groups_without_signal" not in earnings(alone, GRPO(), AlgorithmState()).metrics
