@@ -93,7 +93,7 @@ def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
 
 def test_a_text_without_a_score_is_shown_as_it_is():
     out = io.StringIO()
-    ConsoleSink(num_steps=None, console=Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": " film"}])
+    ConsoleSink(num_steps=None, console=Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": "film"}])
     assert out.getvalue().strip() == "step 1: A film"
 
 
