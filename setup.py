@@ -22,6 +22,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megarlhf", "megarlhf.*", "checkpoints_tools", "checkpoints_tools.*"]),
+    package_data={"megarlhf.data": ["constitution.txt"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",
@@ -41,7 +42,7 @@ setup(
         "report": ["matplotlib"],
         "hub": ["huggingface_hub"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "hypothesis", "ruff", "einops"],
+        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl"],
     },
     entry_points={"console_scripts": ["megarlhf=megarlhf.cli:main"]},
 )
