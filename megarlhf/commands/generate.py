@@ -49,14 +49,14 @@ def run_generate(model_folder: str, settings: GenerateRun, rank: int, world_size
     prompts = prompts_of(settings, tokenizer)
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size)
     generator = Generator(model, settings.max_slots)
-    requests = requests_for(prompts, settings.n)
+    requests = requests_for(prompts, settings.samples_per_prompt)
     start = time.perf_counter()
     completions = generator.generate(requests, sampling(settings, tokenizer.stop_ids))
     seconds = time.perf_counter() - start
     if rank == 0:
         rows = [
             {
-                "id": prompts[index // settings.n].metadata["id"],
+                "id": prompts[index // settings.samples_per_prompt].metadata["id"],
                 "sample": request.sample,
                 "response": tokenizer.decode(completion.token_ids),
                 "token_ids": completion.token_ids,

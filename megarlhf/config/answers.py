@@ -13,7 +13,7 @@ class Answers:
     """JSONL file: `{"id": ..., "prompt": text}` or `{"id": ..., "messages": [...]}` per line; default id: the row."""
     out: str = ""
     """JSONL file to write; it appears when it is whole."""
-    n: int = 1
+    samples_per_prompt: int = 1
     """Samples per prompt; they share one prefill."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""

@@ -50,7 +50,7 @@ def run_on_rank(rank: int, world_size: int, folder, settings: GenerateRun) -> Su
 
 def test_one_line_per_sample_with_the_prompts_ids(folder, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
-    rows = run_here(folder, GenerateRun(prompts=str(prompts), out=str(out), n=2, max_new_tokens=9))
+    rows = run_here(folder, GenerateRun(prompts=str(prompts), out=str(out), samples_per_prompt=2, max_new_tokens=9))
     assert [(row["id"], row["sample"]) for row in rows] == [(i, s) for i in ("first", 7, 2) for s in (0, 1)]
     for row in rows:
         assert list(row) == ["id", "sample", "response", "token_ids", "logprobs", "finish_reason"]
@@ -76,8 +76,8 @@ def test_greedy_response_is_that_of_transformers(folder, prompts, tmp_path):
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=["tp2", "pp2", "dp2"])
 def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
-    one = run_here(folder, GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), n=2, max_new_tokens=9))
-    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "two"), n=2, max_new_tokens=9, **layout)
+    one = run_here(folder, GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), samples_per_prompt=2, max_new_tokens=9))
+    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "two"), samples_per_prompt=2, max_new_tokens=9, **layout)
     reports = run_on_ranks(2, run_on_rank, folder, settings)
     assert "6 responses" in reports[0].sentence and reports[0].numbers["num_near_ties"] == 0
     for alone, shared in zip(one, read(settings.out), strict=True):
@@ -85,13 +85,13 @@ def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
 
 
 def test_everything_wrong_is_told_at_once(folder, tmp_path):
-    flags = f"--prompts p --out {tmp_path}/no/out --n 0 --temperature -1 --top_p 2 --tp 3 --pp 5".split()
+    flags = f"--prompts p --out {tmp_path}/no/out --samples_per_prompt 0 --temperature -1 --top_p 2 --tp 3 --pp 5".split()
     with pytest.raises(ConfigError) as error:
         main([str(folder), *flags])
     text = str(error.value)
     for words in (
         "--out: folder",
-        "--n 0",
+        "--samples_per_prompt 0",
         "--temperature -1.0",
         "--top_p 2.0",
         "tp 3",
