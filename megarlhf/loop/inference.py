@@ -11,7 +11,7 @@ from megarlhf.config.answers import Answers
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import Data, Precision
-from megarlhf.errors import CheckpointError, ConfigError
+from megarlhf.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepared
     from megarlhf.data.tokenizer import Tokenizer
@@ -32,6 +32,12 @@ class Summary:
     def text(self, as_json: bool) -> str:
         """One line."""
         return json.dumps(dict(self.numbers)) if as_json else self.sentence
+
+
+def told(left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
+    """What was left out (counts by reason, such as `cut_answers`), in words and as numbers of a summary."""
+    words = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in left_out.items() if count)
+    return f"left out: {words or 'nothing'}", {f"num_{reason}": count for reason, count in left_out.items()}
 
 
 def launch(
@@ -68,7 +74,7 @@ def answers_violations(command: str, model: str, settings: Answers, world_size: 
     violations += [f"--{name}: not given; name a JSONL file" for name in ("prompts", "out") if not vars(settings)[name]]
     if settings.out and not Path(settings.out).absolute().parent.is_dir():
         violations.append(f"--out: folder {Path(settings.out).absolute().parent} does not exist; make it first")
-    for name in ("n", "max_slots", "tp", "pp"):
+    for name in ("samples_per_prompt", "max_slots", "tp", "pp"):
         if vars(settings)[name] < 1:
             violations.append(f"--{name} {vars(settings)[name]}: use 1 or more")
     try:
@@ -103,6 +109,19 @@ def model_violations(setting: str, folder: str, tp: int, pp: int) -> list[str]:
     if architecture.num_labels:
         return [f"{setting}: {folder} is a SequenceClassification model, which writes nothing; give a language model"]
     return layout_violations(architecture, Layout(tp=tp, pp=pp), setting)
+
+
+def principles_violations(path: str, count_name: str, count: int) -> list[str]:
+    """What is wrong with --principles `path`, and with drawing `count` (given as --`count_name`) of them."""
+    from megarlhf.data.principles import read_principles
+
+    try:
+        num_principles = len(read_principles(path, "--principles"))
+    except DataError as error:
+        return [str(error)]
+    if 1 <= count <= num_principles:
+        return []
+    return [f"--{count_name} {count}: use 1 to {num_principles}, the number of principles"]
 
 
 def load_model(folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: str = "vocabulary") -> "Model":

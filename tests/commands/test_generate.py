@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -76,8 +77,9 @@ def test_greedy_response_is_that_of_transformers(folder, prompts, tmp_path):
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=["tp2", "pp2", "dp2"])
 def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
-    one = run_here(folder, GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), samples_per_prompt=2, max_new_tokens=9))
-    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "two"), samples_per_prompt=2, max_new_tokens=9, **layout)
+    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "one"), samples_per_prompt=2, max_new_tokens=9)
+    one = run_here(folder, settings)
+    settings = replace(settings, out=str(tmp_path / "two"), **layout)
     reports = run_on_ranks(2, run_on_rank, folder, settings)
     assert "6 responses" in reports[0].sentence and reports[0].numbers["num_near_ties"] == 0
     for alone, shared in zip(one, read(settings.out), strict=True):
@@ -85,9 +87,9 @@ def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
 
 
 def test_everything_wrong_is_told_at_once(folder, tmp_path):
-    flags = f"--prompts p --out {tmp_path}/no/out --samples_per_prompt 0 --temperature -1 --top_p 2 --tp 3 --pp 5".split()
+    flags = f"--prompts p --out {tmp_path}/no/out --samples_per_prompt 0 --temperature -1 --top_p 2 --tp 3 --pp 5"
     with pytest.raises(ConfigError) as error:
-        main([str(folder), *flags])
+        main([str(folder), *flags.split()])
     text = str(error.value)
     for words in (
         "--out: folder",
