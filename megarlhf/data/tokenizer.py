@@ -41,6 +41,11 @@ class Tokenizer:
         vocabulary = sorted(self._hf.get_vocab().items())
         return blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can read messages."""
+        return bool(self._hf.chat_template)
+
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a text, or of a chat with the header of the answer at its end. Raises DataError for a bad chat."""
         if isinstance(prompt, str):
