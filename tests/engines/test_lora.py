@@ -26,7 +26,7 @@ MODELS = {"tied": ("vocabulary", ALL), "untied": ("vocabulary", SOME), "value": 
 CASES = [("tied", case) for case in LAYOUTS] + [("untied", "tp2"), ("value", "tp2+sp"), ("value", "pp2")]
 
 
-def load_adapted(world_size: int, layout: Layout, folder, lora: LoRA, head: str, adapters=None):
+def load_adapted(world_size: int, layout: Layout, folder, lora: LoRA, head: str, adapters=None, dtype=torch.float32):
     """A model with its weights and adapters, those of the folder `adapters` if there is one."""
     from megarlhf.models.architecture import Architecture
     from megarlhf.models.build import build_model
@@ -36,7 +36,7 @@ def load_adapted(world_size: int, layout: Layout, folder, lora: LoRA, head: str,
     from megarlhf.weights.load import load_weights
 
     groups = build_groups(layout, world_size)
-    model = build_model(Architecture.from_folder(folder), groups, head=head, dtype=torch.float32, seed=None)
+    model = build_model(Architecture.from_folder(folder), groups, head=head, dtype=dtype, seed=None)
     load_weights(model, folder)
     add_lora(model, lora, seed=11)
     if adapters is not None:
@@ -174,3 +174,50 @@ def test_the_reference_is_the_model_with_its_adapters_off(one_rank, single_rank)
     with adapters_off(model):
         off = LogprobScorer(model, "logp_reference", 1.0, 64).annotate(batch).logp_reference
     assert torch.equal(off, score[1]), "fresh adapters add nothing"
+
+
+def reshard(rank: int, world_size: int, source: Layout, target: Layout, folder, lora: LoRA, adapters):
+    """Carry merged weights over; raises where a checksum of the two differs."""
+    from megarlhf.models.architecture import Architecture
+    from megarlhf.models.build import build_model
+    from megarlhf.parallel.groups import build_groups
+    from megarlhf.weights.checksum import weight_checksums
+    from megarlhf.weights.exchange import Resharder
+
+    trained = load_adapted(world_size, source, folder, lora, "vocabulary", adapters)
+    architecture, groups = Architecture.from_folder(folder), build_groups(target, world_size)
+    generator = build_model(architecture, groups, head="vocabulary", dtype=torch.float32, seed=None)
+    Resharder(trained, generator, bucket_bytes=2048).run(is_checked=True)
+    return weight_checksums(generator, torch.float32, groups.world)
+
+
+@pytest.mark.parametrize(
+    "source,target", [(Layout(tp=2, sp=True), Layout(pp=2)), (Layout(pp=2), Layout(tp=2)), (Layout(), Layout(tp=2))]
+)
+def test_merged_weights_reach_a_generator_of_another_layout(source, target, one_rank):
+    folder, adapters, _, _ = one_rank["tied"]
+    sums = run_on_ranks(2, reshard, source, target, folder, ALL, adapters)
+    fresh = run_on_ranks(2, reshard, source, target, folder, ALL, None)
+    assert sums[0] == sums[1] and sums[0].keys() == fresh[0].keys()
+    linears = {name for name in sums[0] if name.endswith("_proj.weight")}
+    assert {name for name in sums[0] if sums[0][name] != fresh[0][name]} == linears
+
+
+def test_bfloat16_adapters_learn_through_float32_masters(one_rank, single_rank):
+    """Steps far below bfloat16's resolution add up, which they would not in bfloat16 itself."""
+    from megarlhf.engines.learner import Learner, Objective, Part
+    from megarlhf.weights.adapters import trained_parameters
+
+    folder, adapters, _, _ = one_rank["untied"]
+    model = load_adapted(1, Layout(), folder, SOME, "vocabulary", adapters, dtype=torch.bfloat16)
+    before = {key: parameter.clone() for key, parameter in trained_parameters(model).items()}
+    tiny_steps = Optimizer(learning_rate=1e-5, clip_grad=0.0)
+    learner = Learner(model, tiny_steps, total_updates=100, max_tokens=64)
+    for _ in range(50):
+        learner.update([Part(frozen_batch(num_rows=8), Objective(squared_error))])
+    moved = {key: (parameter - before[key]).abs() for key, parameter in trained_parameters(model).items()}
+    assert all(parameter.dtype == torch.bfloat16 for parameter in trained_parameters(model).values())
+    for key, difference in moved.items():
+        large = before[key].abs() > 0.02  # where a step is less than half of what bfloat16 resolves, 6e-5
+        assert difference[large].max() > 0, key
+        assert difference.float().mean() < 1e-3, key
