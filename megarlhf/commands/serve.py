@@ -65,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
     device.prepare()
     require_valid(model, settings, world_size)
     rank, world_size = device.join_world(timeout_s=NEVER_S)
-    served = build(model, settings, world_size)
     desk = Desk()
     # Rank 0 stops at a signal and takes the others along; the handler may run in the middle of anything, which
     # SimpleQueue allows for.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, (lambda *_: desk.close()) if rank == 0 else signal.SIG_IGN)
+    served = build(model, settings, world_size)
     if rank == 0:
         with listen(served, settings, desk) as server:
             print(f"{settings.role} {model} at {server.url}: POST {served.path}, GET /health", flush=True)
@@ -164,6 +164,7 @@ class Desk:
             questions = [job and job[0]]
             dist.broadcast_object_list(questions, src=0)
             if questions[0] is None:
+                dist.barrier()  # nobody leaves before the others have heard it
                 return
             try:
                 result = served.answer(questions[0])

@@ -248,14 +248,15 @@ def test_everything_wrong_is_told_before_anything_is_loaded(folders, tmp_path):
         require_valid(str(folders["reward"]), ServeRun(tp=3), 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_command_serves_until_it_is_told_to_stop(folders, tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_command_serves_until_it_is_told_to_stop(folders, single_rank, tmp_path, ranks):
     (tmp_path / "token").write_text("s3cret")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
     words = ["serve", str(folders["reward"]), "--token_file", str(tmp_path / "token"), "--tp", str(ranks)]
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "megarlhf", *words],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
     )
@@ -271,8 +272,9 @@ def test_the_command_serves_until_it_is_told_to_stop(folders, tmp_path, ranks):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     finally:
         process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
-    assert ranks == 2 or code == 0
+        _, complaints = process.communicate(timeout=40)
+    # torchrun itself ends by the signal; its ranks do so in peace
+    assert "serve.py" not in complaints and (ranks == 2 or process.returncode == 0), complaints
 
 
 def local_scores(folder, batch) -> tuple[str, torch.Tensor]:
