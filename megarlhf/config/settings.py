@@ -54,6 +54,8 @@ class Trainee:
     """Tokens packed into one training or scoring micro-batch (a longer sequence is a micro-batch of its own)."""
     lora: LoRA = LoRA()
     """Adapters that are trained in place of the model."""
+    dropout: float = 0.0
+    """Dropout of attention weights and residual branches while training; policies that sample are best left at 0."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Role:
     """The layout's setting as the user types it."""
     lora: LoRA = LoRA()
     """Adapters to train in place of the model."""
+    dropout: float = 0.0
+    """While training."""
 
 
 def roles(settings: AnyRun) -> dict[str, Role]:
@@ -62,7 +64,8 @@ def _online(settings: OnlineRun) -> list[Role]:
 
 
 def _trained(name: str, folder: str, layout: Layout, head: Head, section: Trainee | Critic) -> Role:
-    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora)
+    dropout = section.dropout if isinstance(section, Trainee) else 0.0
+    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora, dropout)
 
 
 def attempt(call: Callable[[], Value], violations: list[str], setting: str) -> Value | None:

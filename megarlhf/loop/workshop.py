@@ -13,7 +13,7 @@ from megarlhf.loop.run import Follower
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.models.lora import add_lora
-from megarlhf.parallel.groups import Groups, build_groups
+from megarlhf.parallel.groups import Groups, build_groups, seed_dropout
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
 from megarlhf.residency.snapshot import Snapshot
@@ -39,7 +39,10 @@ class Workshop:
             self.groups[role.layout] = build_groups(role.layout, self.world_size)
         architecture = Architecture.from_folder(role.folder)
         dtype = DTYPES[role.dtype]
-        model = build_model(architecture, self.groups[role.layout], head=role.head, dtype=dtype, seed=None)
+        groups = self.groups[role.layout]
+        model = build_model(architecture, groups, head=role.head, dtype=dtype, seed=None, dropout=role.dropout)
+        if role.dropout:
+            seed_dropout(groups, self.seed)
         if load:
             is_new_head = role.head == "value" and not architecture.num_labels
             load_weights(model, role.folder, new_value_head=is_new_head)

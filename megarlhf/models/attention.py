@@ -8,7 +8,7 @@ the attention itself.
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -97,11 +97,18 @@ class SDPACoreAttention(torch.nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, heads, S, D] of one length."""
+        if self.dropout and self.training:
+            # Tensor ranks hold different heads, so they draw different masks: from the tracker, not torch's generator.
+            with get_cuda_rng_tracker().fork():
+                return self._kernel(query, key, value, self.dropout)
+        return self._kernel(query, key, value, 0.0)
+
+    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         return scaled_dot_product_attention(
             query,
             key,
             value,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=True,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],

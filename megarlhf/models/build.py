@@ -45,16 +45,23 @@ class Model:
 
 
 def build_model(
-    architecture: Architecture, groups: Groups, *, head: Head, dtype: torch.dtype, seed: int | None = 0
+    architecture: Architecture,
+    groups: Groups,
+    *,
+    head: Head,
+    dtype: torch.dtype,
+    seed: int | None = 0,
+    dropout: float = 0.0,
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
     Weights are random (normal with the config's initializer_range; norms 1; value head 0), drawn from `seed` and the
-    tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded.
+    tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded. `dropout` acts on
+    attention weights and residual branches while training.
     Raises LayoutError when the layout does not fit the architecture.
     """
     require_layout(architecture, groups.layout, "layout")
-    config = transformer_config(architecture, groups.layout, dtype)
+    config = transformer_config(architecture, groups.layout, dtype, dropout)
     model = Model(architecture, groups, head, [GPT(config, architecture, groups, head)], config)
     if seed is not None:
         _initialise(model, seed)

@@ -7,8 +7,10 @@ from megarlhf.config.layout import Layout
 from megarlhf.models.architecture import Architecture
 
 
-def transformer_config(architecture: Architecture, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """The config of a model without dropout, without biases, with every optional fused kernel off.
+def transformer_config(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, dropout: float = 0.0
+) -> TransformerConfig:
+    """The config of a model without biases and, unless it is asked for, dropout; with every optional fused kernel off.
 
     Micro-batches are packed and differ in length, so pipeline stages exchange shapes (`variable_seq_lengths`), and
     losses are divided by our own global counts, so megatron-core must not average (`calculate_per_token_loss`).
@@ -25,8 +27,8 @@ def transformer_config(architecture: Architecture, layout: Layout, dtype: torch.
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sp,

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megarlhf.config.layout import Layout
 from megarlhf.errors import LayoutError
 from megarlhf.parallel.grid import Coordinates, Grid
+from megarlhf.records.seeds import derive_seed
 
 _COLLECTION_AXES = (
     "tp", "pp", "cp", "ep", "dp", "mp", "tp_cp", "dp_cp", "tp_dp_cp", "embd", "pos_embd",
@@ -99,6 +100,14 @@ def seed_random_tracker(groups: Groups, seed: int) -> None:
     tp_rank = groups.coordinates.tp
     model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
     torch.set_rng_state(state)
+
+
+def seed_dropout(groups: Groups, seed: int) -> None:
+    """Seed what dropout draws from: torch's generator alike on the tensor ranks of a copy, where residuals are whole,
+    and otherwise per rank; the tracker per tensor rank as well."""
+    place = groups.coordinates
+    seed_random_tracker(groups, derive_seed(seed, "tracker", place.dp, place.pp) % 2**31)
+    torch.manual_seed(derive_seed(seed, "residuals", place.dp, place.pp))
 
 
 def _make(groups: list[list[int]], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
