@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megarlhf.commands.generate import GenerateRun, run_generate
 from megarlhf.commands.revise import ReviseRun, main, require_valid, run_revise
@@ -82,8 +83,10 @@ def test_greedy_texts_are_those_of_transformers_asked_the_same(settings, folder,
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def reply(text: str) -> str:
-        ids = tokenizer(text, return_tensors="pt")
-        out = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=1)[0, ids.input_ids.shape[1] :]
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=1
+        )[0, ids.shape[1] :]
         return tokenizer.decode(out, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     _, rows = revise(replace(settings, temperature=0, samples_per_prompt=1), folder)
