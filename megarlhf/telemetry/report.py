@@ -23,7 +23,7 @@ class Sink(Protocol):
         ...
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes sampled texts: plain values per row, with at least prompt, response and score."""
+        """Takes sampled texts: plain values per row, with at least prompt and response."""
         ...
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class TensorboardSink:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the texts below one another."""
-        text = "\n\n---\n\n".join(f"{row['prompt']} **{row['response']}** ({row['score']})" for row in rows)
+        text = "\n\n---\n\n".join(_text(row) for row in rows)
         self._attempt(lambda: self._writer.add_text("samples", text, step))
 
     def close(self) -> None:
@@ -53,3 +53,8 @@ class TensorboardSink:
         except Exception as error:  # whatever the back end raises, the run is worth more than its curves
             self._works = False
             _log.warning("tensorboard: cannot write %s (%s); metrics.jsonl goes on without it", self._folder, error)
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    score = f" ({row['score']:.3g})" if "score" in row else ""
+    return f"{row['prompt']} **{row['response']}**{score}"

@@ -100,8 +100,10 @@ def test_a_text_without_a_score_is_shown_as_it_is():
 def test_tensorboard_holds_the_finite_numbers(tmp_path):
     with Reporter([TensorboardSink(tmp_path)]) as reporter:
         reporter.step(1, {"objective/kl": 0.25, "loss/policy_avg": math.nan})
-        reporter.samples(1, ROWS)
+        reporter.samples(1, [*ROWS, {"prompt": "A text", "response": "of a corpus has no score"}])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("samples/text_summary")
+    assert b"(0.5)" in text.tensor_proto.string_val[0] and b"has no score**" in text.tensor_proto.string_val[0]
     assert events.Tags()["scalars"] == ["objective/kl"]
     assert events.Scalars("objective/kl")[0].step == 1 and events.Scalars("objective/kl")[0].value == 0.25
 
