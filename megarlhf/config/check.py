@@ -14,7 +14,7 @@ from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import lora_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
-from megarlhf.config.settings import Critic, Trainee
+from megarlhf.config.settings import Critic, Reward, Trainee
 from megarlhf.errors import ConfigError
 
 
@@ -31,6 +31,7 @@ NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or more")
 AT_LEAST_ONE = Range(lambda value: value >= 1, "1 or more")
 FRACTION = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
 DECAY = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+SEED = Range(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
 PROBABILITY = Range(lambda value: 0 < value <= 1, "more than 0 and at most 1")
 
 OPTIMIZER_RANGES = {
@@ -67,7 +68,7 @@ RANGES = {
     "reference.follow_rate": FRACTION,
     "pretraining.coef": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
-    "run.seed": NOT_NEGATIVE,
+    "run.seed": SEED,
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
@@ -88,10 +89,13 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
     """
     samples = settings.rollout.samples_per_prompt if isinstance(settings, OnlineRun) else 0
     found = [*_ranges(settings), *algorithm_violations(settings.algorithm, samples), *_layouts(settings)]
-    if not found:  # the arithmetic below divides by these numbers
-        found += [*_paths(settings), *_learning_rates(settings), *_adapters(settings)]
+    is_in_range = not found
+    found += [*_paths(settings), *_adapters(settings)]
+    found += _reward_sources(settings.reward) if isinstance(settings, OnlineRun) else []
+    found += _launch(settings, world_size, command) if world_size and _have_sizes(settings) else []
+    if is_in_range:  # the arithmetic below divides by these numbers
+        found += _learning_rates(settings)
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
-        found += _launch(settings, world_size, command) if world_size else []
         is_countable = world_size and not found and isinstance(settings, OnlineRun)
         found += _batches(settings, world_size) if is_countable else []
     return found
@@ -162,6 +166,11 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
             yield f"{name}: sp and vp serve training only; leave sp false and vp 1"
 
 
+def _have_sizes(settings: AnyRun) -> bool:
+    """Every layout is cut at least one way, so that ranks can be counted."""
+    return all(min(layout.tp, layout.pp, layout.cp) >= 1 for layout in layouts(settings).values())
+
+
 def _paths(settings: AnyRun) -> Iterator[str]:
     needed = ["reward.model" if isinstance(settings, RewardModelRun) else "actor.model"]
     needed += ["data.prompts"] if isinstance(settings, OnlineRun) else []
@@ -214,7 +223,7 @@ def _adapters(settings: AnyRun) -> Iterator[str]:
 
 
 def _consistency(settings: OnlineRun) -> Iterator[str]:
-    rollout, reward = settings.rollout, settings.reward
+    rollout = settings.rollout
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
     if rollout.extra_rounds and rollout.samples_per_prompt == 1:
@@ -227,7 +236,6 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
             f"rollout.min_new_tokens: {rollout.min_new_tokens} is more than rollout.max_new_tokens "
             f"{rollout.max_new_tokens}; choose {rollout.max_new_tokens} or less"
         )
-    yield from _reward_sources(len(reward.functions) + bool(reward.model), len(reward.weights))
     rows = rollout.batch_size * rollout.samples_per_prompt
     if rows < settings.algorithm.num_minibatches:
         yield (
@@ -237,7 +245,8 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
         )
 
 
-def _reward_sources(num_sources: int, num_weights: int) -> Iterator[str]:
+def _reward_sources(reward: Reward) -> Iterator[str]:
+    num_sources, num_weights = len(reward.functions) + bool(reward.model), len(reward.weights)
     if not num_sources:
         yield "reward: neither reward.model nor reward.functions is set; give one, for example functions: [sentiment]"
     elif num_weights not in (0, num_sources):

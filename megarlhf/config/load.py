@@ -33,6 +33,16 @@ def load(cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: 
 
     `--help` prints every setting with its value and exits. Raises ConfigError with every violation found.
     """
+    settings, violations = load_leniently(cls, yaml_path, argv, prog)
+    if violations:
+        raise ConfigError(violations)
+    return settings
+
+
+def load_leniently(
+    cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: str = "megarlhf"
+) -> tuple[T, list[str]]:
+    """Like `load`, but what cannot be used is left at its default and told. Raises ConfigError for a broken file."""
     violations: list[str] = []
     settings = cls()
     if yaml_path is not None:
@@ -41,16 +51,17 @@ def load(cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: 
         settings = _fill(cls, settings, section, _Place(cls, str(yaml_path)), violations)
     flags, unknown = parse_flags(settings, argv, prog)
     violations += [_unknown_flag(cls, flag) for flag in unknown]
-    settings = _fill(cls, settings, flags, _Place(cls), violations)
-    if violations:
-        raise ConfigError(violations)
-    return settings
+    return _fill(cls, settings, flags, _Place(cls), violations), violations
 
 
 def load_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
     """Settings of a command called as `FILE.yaml [--dotted.flags]`; the file may be left out. Raises ConfigError."""
-    path, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    return load(cls, path, flags, prog)
+    return load(cls, *file_and_flags(argv), prog)
+
+
+def file_and_flags(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The YAML file that opens a command's words, if one does, and the flags."""
+    return (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
 
 
 def to_dict(settings: Any) -> dict[str, Any]:

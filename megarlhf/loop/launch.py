@@ -5,27 +5,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.config.algorithm_check import algorithm_warnings
-from megarlhf.config.load import load_command, to_yaml
+from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
 from megarlhf.errors import ConfigError
-from megarlhf.telemetry.status import BAD_INPUT, recorded, write_status
+from megarlhf.telemetry.status import BAD_INPUT, recorded, try_write_status
 
 _log = logging.getLogger(__name__)
 
 
 def launch(command: str, argv: Sequence[str]) -> int:
     """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError."""
-    settings = load_command(COMMANDS[command], argv, prog=f"megarlhf {command}")
+    settings, violations = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
+    folder = Path(settings.run.dir)
+    _refuse(folder, violations)
     from megarlhf import device
 
     world_size = device.launched_world_size()
     device.prepare()
     from megarlhf.loop.preflight import preflight
 
-    violations = preflight(settings, world_size, " ".join([command, *argv]))
-    if violations:
-        _record_refusal(Path(settings.run.dir), violations)
-        raise ConfigError(violations)
+    _refuse(folder, preflight(settings, world_size, " ".join([command, *argv])))
     rank, world_size = device.join_world()
     run_training(command, settings, rank, world_size)
     device.leave_world()
@@ -58,7 +57,13 @@ def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> 
         print(ending(before, after, folder, is_policy=algorithm.actor_loss is not None))
 
 
-def _record_refusal(folder: Path, violations: list[str]) -> None:
-    """status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run."""
-    if not (folder / "metrics.jsonl").exists() and not folder.is_file():
-        write_status(folder, BAD_INPUT, "\n".join(violations))
+def _refuse(folder: Path, violations: list[str]) -> None:
+    """Raises ConfigError when something is wrong.
+
+    status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run.
+    """
+    if not violations:
+        return
+    if not (folder / "metrics.jsonl").exists():
+        try_write_status(folder, BAD_INPUT, "\n".join(violations))
+    raise ConfigError(violations)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, SFTRun
@@ -136,12 +137,19 @@ def _missing_file(setting: str, path: str, wanted: str) -> list[str]:
 
 
 def _folder_violations(run: CorpusRun) -> list[str]:
-    found, folder = [], Path(run.dir)
-    if (folder / "metrics.jsonl").exists() and not run.overwrite:
-        found.append(
-            f"run.dir: {folder} already holds a run; choose another folder, or set run.overwrite to true to start "
-            "afresh"
-        )
+    """The folder is made and tried: at the end of a run it would be too late."""
+    folder = Path(run.dir)
     if folder.exists() and not folder.is_dir():
-        found.append(f"run.dir: {folder} is a file; choose a folder")
-    return found
+        return [f"run.dir: {folder} is a file; choose a folder"]
+    held = [name for name in ("metrics.jsonl", "checkpoints", "hf") if (folder / name).exists()]
+    if held and not run.overwrite:
+        return [
+            f"run.dir: {folder} already holds a run ({', '.join(held)}); choose another folder, or set run.overwrite "
+            "to true to start afresh"
+        ]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return []
+    except OSError as problem:
+        return [f"run.dir: {folder.absolute()} cannot be written: {problem.strerror}; choose another folder"]

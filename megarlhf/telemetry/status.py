@@ -49,15 +49,15 @@ def recorded(run_dir: str | Path, rank: int) -> Iterator[None]:
     along those of ranks that lost their peer.
     """
     if rank == 0:
-        _attempt(run_dir, None, "running")
+        try_write_status(run_dir, None, "running")
     try:
         yield
     except BaseException as error:
         if not _has_failed(run_dir):
-            _attempt(run_dir, exit_code(error), reason(error) if rank == 0 else f"rank {rank}: {reason(error)}")
+            try_write_status(run_dir, exit_code(error), reason(error) if rank == 0 else f"rank {rank}: {reason(error)}")
         raise
     if rank == 0:
-        _attempt(run_dir, DONE, "done")
+        try_write_status(run_dir, DONE, "done")
 
 
 def _has_failed(run_dir: str | Path) -> bool:
@@ -67,7 +67,7 @@ def _has_failed(run_dir: str | Path) -> bool:
         return False
 
 
-def _attempt(run_dir: str | Path, code: int | None, reason: str) -> None:
+def try_write_status(run_dir: str | Path, code: int | None, reason: str) -> None:
     """An unwritable folder must not hide the error that is being recorded."""
     try:
         write_status(run_dir, code, reason)

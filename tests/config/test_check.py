@@ -161,3 +161,17 @@ def test_the_suggested_batch_size_always_works():
             suggested = int(sentence.rpartition(" ")[2])
             assert suggested >= 7
             assert violations(with_batch(suggested, num_samples, num_minibatches), world_size) == []
+
+
+def test_the_launch_command_is_told_beside_every_other_error():
+    found = violations(settings("--actor.train.tp 2 --rollout.temperature 0 --reward.functions"), world_size=1)
+    told = [line.partition(":")[0] for line in found]
+    assert told == ["rollout.temperature", "reward", "actor.train", "critic.train"]
+    assert "torchrun --nproc-per-node 2" in found[2]
+    (found,) = violations(settings("--actor.train.tp 0 --critic.train.tp 1"), world_size=1)
+    assert found.startswith("actor.train.tp: 0"), "nothing is divided by a layout of no ranks"
+
+
+def test_a_seed_has_63_bits(plain):
+    assert violations(settings(f"--run.seed {2**63 - 1}")) == []
+    assert violations(settings(f"--run.seed {2**63}"))[0].startswith("run.seed: 9223372036854775808 is out of range")

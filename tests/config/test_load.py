@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarlhf.config.fields import dotted_names, settings_of
 from megarlhf.config.layout import Layout
-from megarlhf.config.load import load, load_command, to_yaml
+from megarlhf.config.load import file_and_flags, load, load_command, load_leniently, to_yaml
 from megarlhf.config.settings import PPO, Actor, Optimizer, PPORun, Reward, Run
 from megarlhf.errors import ConfigError
 
@@ -212,3 +212,11 @@ def test_yaml_round_trips_exactly(tmp_path_factory, chosen):
     path = tmp_path_factory.mktemp("yaml") / "settings.yaml"
     path.write_text(to_yaml(chosen), encoding="utf-8")
     assert load(PPORun, path, []) == chosen
+
+
+def test_lenient_reading_keeps_what_can_be_used():
+    path, flags = file_and_flags(["recipe.yaml", "--run.steps", "5"])
+    assert path == "recipe.yaml" and file_and_flags(flags) == (None, flags)
+    found, told = load_leniently(PPORun, None, ["--run.dir", "here", "--run.stepz", "5", "--run.steps", "many"])
+    assert found.run.dir == "here" and found.run.steps == PPORun().run.steps
+    assert len(told) == 2

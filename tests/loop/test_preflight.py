@@ -134,3 +134,16 @@ def test_a_folder_that_holds_a_run_is_refused_unless_told_otherwise(models, tmp_
     (Path(settings.run.dir) / "metrics.jsonl").write_text("{}\n")
     assert any("already holds a run" in line for line in preflight(settings, 1))
     assert preflight(replace(settings, run=replace(settings.run, overwrite=True)), 1) == []
+
+
+@pytest.mark.parametrize("held", ["checkpoints", "hf"])
+def test_what_an_earlier_run_left_is_found_before_and_not_at_the_first_export(held, models, tmp_path):
+    (tmp_path / "run" / held).mkdir(parents=True)
+    assert any(f"already holds a run ({held})" in line for line in preflight(good(models, tmp_path), 1))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_run(models, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = replace(good(models, tmp_path), run=Run(dir=str(tmp_path / "file/run")))
+    (found,) = preflight(settings, 1)
+    assert found.startswith("run.dir:") and "cannot be written: Not a directory; choose another folder" in found
