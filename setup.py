@@ -44,5 +44,5 @@ setup(
         "wandb": ["wandb"],
         "dev": ["pytest", "hypothesis", "ruff", "einops", "trl"],
     },
-    entry_points={"console_scripts": ["megarlhf=megarlhf.cli:main"]},
+    entry_points={"console_scripts": ["megarlhf=megarlhf.cli:run"]},
 )

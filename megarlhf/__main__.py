@@ -1,8 +1,6 @@
 """`python -m megarlhf` and `torchrun -m megarlhf`."""
 
-import sys
-
-from megarlhf.cli import main
+from megarlhf.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

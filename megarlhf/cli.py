@@ -10,6 +10,7 @@ import logging
 import os
 import pkgutil
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from megarlhf.errors import ConfigError, MegarlhfError
 from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
 
 INTERRUPTED = 130
+_LET_FIRST_S = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Not one of ours: the traceback is the report.
         traceback.print_exc()
         return FAILED
+
+
+def run() -> None:
+    """`main` as a process: ends it with the exit code.
+
+    After a failure it ends at once. The process group may still have threads that wait for a lost peer; leaving them to
+    the interpreter's end can take minutes, or abort with another code. A launcher kills all ranks when the first one
+    ends, so that a rank which leaves settings errors to another one to tell (`_print_error`) lets it go first.
+    """
+    code = main()
+    if code == BAD_INPUT and not _is_first_here():
+        time.sleep(_LET_FIRST_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != DONE:
+        os._exit(code)
+    sys.exit(code)
 
 
 def command_summaries() -> dict[str, str]:
@@ -94,9 +113,14 @@ def _print_error(error: MegarlhfError) -> None:
     """One violation a line. Every rank finds the same settings wrong, so one rank of each machine says it."""
     if not isinstance(error, ConfigError):
         _say(f"{type(error).__name__}: {error}")
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
+    elif _is_first_here():
         for violation in error.violations:
             _say(violation)
+
+
+def _is_first_here() -> bool:
+    """One rank of each machine, or a process without a launcher."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _say(message: str) -> None:

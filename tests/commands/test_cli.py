@@ -122,3 +122,21 @@ def test_show_without_something_to_show_is_code_two(words, capsys):
 def test_python_m_ends_with_the_same_code():
     result = subprocess.run([sys.executable, "-m", "megarlhf", "shwo"], capture_output=True, text=True)
     assert result.returncode == 2 and "did you mean show?" in result.stderr
+
+
+def test_a_failure_does_not_wait_for_threads_that_are_left(tmp_path):
+    (tmp_path / "extra.py").write_text(
+        "import threading, time\nfrom megarlhf.errors import DataError\nSUMMARY = 'fails'\n\n\ndef main(argv):\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n    raise DataError('row 7')\n"
+    )
+    code = f"from megarlhf import cli, commands; commands.__path__ = [{str(tmp_path)!r}]; cli.run()"
+    result = subprocess.run([sys.executable, "-c", code, "extra"], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2 and result.stderr == "megarlhf: error: DataError: row 7\n"
+
+
+def test_a_launcher_hears_the_rank_that_tells_what_is_wrong():
+    """The other rank is quicker by far: it would end first, and the launcher would kill the one that tells."""
+    slow = "import os, time; time.sleep(3 * (os.environ['RANK'] == '0')); from megarlhf import cli; cli.run()"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [*launcher, sys.executable, "-c", slow, "shwo"]
+    assert "did you mean show?" in subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
