@@ -6,6 +6,7 @@ layouts fit) is here too: it needs sizes only, neither torch nor weights.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megarlhf.errors import CheckpointError, LayoutError
 
 _ROPE_KINDS = ("default", "linear", "llama3")
 _ROPE_DETAILS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DETAILS_OF_KIND = {"default": (), "linear": ("factor",), "llama3": _ROPE_DETAILS}
 
 
@@ -60,12 +62,15 @@ class Architecture:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as problem:
             raise CheckpointError(f"{path}: not valid JSON: {problem}") from problem
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path}: not a JSON object; give the folder of a Hugging Face model")
         return cls.from_hf(config, where=str(path))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> "Architecture":
         """The architecture in a parsed config.json. Raises CheckpointError naming every field that does not fit."""
-        problems = _unsupported(config) + _missing(config)
+        problems = _foreign(config) + _missing(config) + _mistyped(config)
+        problems = problems or _unsupported(config)
         if problems:
             raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems))
         num_heads = config["num_attention_heads"]
@@ -78,8 +83,8 @@ class Architecture:
             num_kv_groups=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
             vocab_size=config["vocab_size"],
-            max_positions=config.get("max_position_embeddings", 2048),
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
+            max_positions=config.get("max_position_embeddings") or 2048,
+            norm_epsilon=1e-6 if config.get("rms_norm_eps") is None else config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings", False)),
             rope=_rope(config),
             num_labels=_num_labels(config),
@@ -176,21 +181,41 @@ def _rope(config: dict[str, Any]) -> Rope:
     return Rope(theta=float(theta), kind=kind, parameters=parameters)
 
 
+def _foreign(config: dict[str, Any]) -> list[str]:
+    family = config.get("model_type")
+    return [] if family == "llama" else [f"model_type {family!r} is not supported; supported: 'llama'"]
+
+
 def _missing(config: dict[str, Any]) -> list[str]:
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return [f"field {name} is missing" for name in needed if name not in config]
+    return [f"field {name} is missing" for name in _NEEDED if name not in config]
+
+
+def _mistyped(config: dict[str, Any]) -> list[str]:
+    """Fields whose value is of another kind than every reader of config.json expects. Null means absent, as there."""
+
+    def found(names: tuple[str, ...], fits: Callable[[Any], bool], words: str) -> list[str]:
+        given = [name for name in names if name in _NEEDED or config.get(name) is not None]
+        wrong = [name for name in given if name in config and not fits(config[name])]
+        return [f"field {name} is {config[name]!r}; expected {words}" for name in wrong]
+
+    counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+    problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
+    problems += found(("rms_norm_eps", "rope_theta"), lambda value: type(value) in (int, float), "a number")
+    problems += found(("rope_scaling", "rope_parameters"), lambda value: isinstance(value, dict), "an object")
+    return problems + found(("architectures",), lambda value: isinstance(value, list), "a list of names")
 
 
 def _unsupported(config: dict[str, Any]) -> list[str]:
-    family, names = config.get("model_type"), config.get("architectures") or []
+    names = config.get("architectures") or []
     problems = []
-    if family != "llama":
-        problems.append(f"model_type {family!r} is not supported; supported: 'llama'")
     if any(not name.endswith(("ForCausalLM", "ForSequenceClassification")) for name in names):
         problems.append(f"architectures {names}: expected a ...ForCausalLM or a ...ForSequenceClassification")
     if _is_classifier(config) and _num_labels(config) != 1:
         problems.append(f"num_labels {_num_labels(config)}: a reward or value model has exactly one label")
     problems += [f"{name} true is not supported" for name in ("attention_bias", "mlp_bias") if config.get(name)]
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+    if groups and heads % groups:
+        problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
     if config.get("quantization_config"):

@@ -78,7 +78,7 @@ def _plug_in(spec: str) -> RewardFunction:
         sys.path.append(os.getcwd())  # the `megarlhf` script, unlike `python -m`, does not look in the current folder
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code; a script may end itself
         raise ConfigError(
             f"reward.functions: {spec!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
             "run from the folder that holds it, or put that folder on PYTHONPATH"
@@ -103,7 +103,7 @@ def call_reward(
     """
     name = _name_of(function)
     ids = [row.get("id", number) for number, row in enumerate(metadata)]
-    result = _call(name, ids, function, (list(prompts), list(responses), list(metadata)), timeout_s)
+    result = _call(name, ids, function, (list(prompts), list(responses), [dict(row) for row in metadata]), timeout_s)
     return checked_scores(name, ids, result)
 
 
@@ -125,7 +125,7 @@ def _call(name: str, ids: list, function: RewardFunction, arguments: tuple, time
 
     thread = threading.Thread(target=run, name=f"reward {name}", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(min(timeout_s, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise RewardError(
             f"reward function {name} did not return within reward.timeout_s {timeout_s:g} s ({_samples(ids)}); "

@@ -74,7 +74,8 @@ def _read_index(path: Path) -> dict[str, str]:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(f"{path}: not an index of safetensors ({problem!r}); download it again") from problem
-    if not listed or not all(isinstance(file, str) for file in listed.values()):
+    is_map = isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values())
+    if not listed or not is_map:
         raise CheckpointError(f"{path}: weight_map lists no files; download the folder again")
     return listed
 

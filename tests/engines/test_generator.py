@@ -1,5 +1,7 @@
 """Generated tokens against transformers and a full forward, in every layout, batch order and number of slots."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -267,6 +269,8 @@ def test_prompts_that_cannot_be_generated_from_are_refused(model):
         with pytest.raises(DataError, match=words):
             generator.generate([Request((4,), 0), Request(prompt, 9)], GREEDY)
     assert generator.generate([], GREEDY) == []
+    with pytest.raises(DataError, match="max_new_tokens 128 leaves no room .* choose 127 or less"):
+        generator.generate([Request((4,), 0)], replace(GREEDY, max_new_tokens=128))
 
 
 def refuse_sequence_parallelism(_rank: int, world_size: int, folder) -> str:

@@ -115,3 +115,35 @@ def test_kv_groups_and_tp_must_divide_one_another():
     architecture = Architecture.from_hf(tiny.tiny_config(num_attention_heads=12, num_key_value_heads=4, head_dim=8))
     found = layout_violations(architecture, Layout(tp=6), "critic.train")
     assert any("4 key/value groups" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": "2"}, "field num_hidden_layers is '2'; expected a whole number above 0"),
+        ({"vocab_size": None}, "field vocab_size is None; expected a whole number above 0"),
+        ({"num_attention_heads": 0}, "field num_attention_heads is 0; expected a whole number above 0"),
+        ({"hidden_size": True}, "field hidden_size is True; expected a whole number above 0"),
+        ({"max_position_embeddings": 2.5}, "field max_position_embeddings is 2.5; expected a whole number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "field rms_norm_eps is '1e-5'; expected a number"),
+        ({"rope_scaling": "linear"}, "field rope_scaling is 'linear'; expected an object"),
+        ({"architectures": "LlamaForCausalLM"}, "field architectures is 'LlamaForCausalLM'; expected a list of names"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(fields, words):
+    with pytest.raises(CheckpointError) as caught:
+        Architecture.from_hf({**tiny.tiny_config(), **fields})
+    assert words in str(caught.value)
+
+
+def test_null_means_absent_as_in_transformers():
+    fields = {"max_position_embeddings": None, "rms_norm_eps": None, "num_key_value_heads": None, "head_dim": None}
+    found = Architecture.from_hf({**tiny.tiny_config(), **fields})
+    assert (found.max_positions, found.norm_epsilon, found.num_kv_groups, found.head_dim) == (2048, 1e-6, 4, 8)
+
+
+def test_a_config_that_is_no_object_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        Architecture.from_folder(tmp_path)

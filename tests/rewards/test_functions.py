@@ -136,3 +136,20 @@ def test_a_missing_package_is_noticed_before_the_run(monkeypatch):
 def test_a_function_that_cannot_be_found_is_a_settings_error(spec, complaint):
     with pytest.raises(ConfigError, match=f"reward.functions: .*{complaint}"):
         resolve(spec)
+
+
+def test_a_module_that_ends_the_process_does_not_end_ours(tmp_path, monkeypatch):
+    (tmp_path / "script_for_test.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="importing 'script_for_test' raised SystemExit"):
+        resolve("script_for_test:f")
+
+
+def test_no_limit_is_too_long():
+    assert score(lambda p, r, m: [1.0] * len(r), timeout_s=1e18).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_function_cannot_change_the_metadata_of_the_prompts():
+    rows = [{"id": "a"}]
+    call_reward(lambda p, r, m: [m[0].pop("id") and 1.0], ["p"], ["r"], rows, 5.0)
+    assert rows == [{"id": "a"}]

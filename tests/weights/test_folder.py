@@ -85,6 +85,9 @@ def test_a_broken_index_is_named(sharded):
     (sharded / INDEX).write_text("{}")
     with pytest.raises(CheckpointError, match="not an index of safetensors"):
         SafetensorsFolder(sharded)
+    (sharded / INDEX).write_text('{"weight_map": ["model-00001-of-00003.safetensors"]}')
+    with pytest.raises(CheckpointError, match="weight_map lists no files"):
+        SafetensorsFolder(sharded)
 
 
 def test_a_dtype_that_weights_cannot_have_is_named(tmp_path):

@@ -122,12 +122,17 @@ def _decode(row: torch.Tensor, logps: torch.Tensor, sampling: Sampling) -> Compl
 def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) -> None:
     architecture = model.architecture
     room = architecture.max_positions - sampling.max_new_tokens
+    if room < 1:
+        raise DataError(
+            f"max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the model's "
+            f"{architecture.max_positions} positions; choose {architecture.max_positions - 1} or less"
+        )
     for request in requests:
         prompt = request.prompt_ids
         if not 0 < len(prompt) <= room:
             raise DataError(
                 f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
-                f"do not fit the model's {architecture.max_positions} positions; give 1 to {max(room, 0)} tokens"
+                f"do not fit the model's {architecture.max_positions} positions; give 1 to {room} tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < architecture.vocab_size:
             raise DataError(

@@ -48,6 +48,7 @@ class Sampling:
             (not 0 <= self.temperature < float("inf"), f"temperature {self.temperature}: use 0 (greedy) or more"),
             (self.top_k < 0, f"top_k {self.top_k}: use 0 (all tokens) or the number of tokens to choose among"),
             (not 0 < self.top_p <= 1, f"top_p {self.top_p}: use a probability above 0, at most 1 (all tokens)"),
+            (not 0 <= self.seed < 2**63, f"seed {self.seed}: use 0 or more, below 2^63"),
             (self.max_new_tokens < 1, f"max_new_tokens {self.max_new_tokens}: use 1 or more"),
             (
                 not 0 <= self.min_new_tokens <= max(1, self.max_new_tokens),
