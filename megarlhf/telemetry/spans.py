@@ -24,6 +24,10 @@ class Spans:
         finally:
             self._seconds[name] += time.perf_counter() - start
 
+    def drop(self, name: str) -> None:
+        """Forgets the time of the blocks called `name`."""
+        self._seconds.pop(name, None)
+
     def take(self) -> dict[str, float]:
         """`{"time/NAME_s": seconds}` of the blocks that ended since the last call, and starts anew."""
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}

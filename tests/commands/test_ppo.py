@@ -50,7 +50,7 @@ def test_two_ranks_train_and_leave_a_whole_run_folder(recipe):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and [row["episode"] for row in rows] == [4, 8]
     assert set(PINNED) <= rows[1].keys(), set(PINNED) - rows[1].keys()
-    assert "time/save_s" not in rows[0], "what does not apply is absent"
+    assert set(PINNED) - rows[0].keys() == {"time/save_s"}, "what does not apply is absent, and nothing else"
     assert rows[1]["objective/kl"] != 0 and rows[0]["bytes/resharded"] > 0
     assert json.loads((run / "status.json").read_text()) == {"code": 0, "reason": "done"}
     assert (run / "samples.jsonl").read_text().count("\n") == 8
@@ -71,3 +71,11 @@ def test_bare_with_a_layout_of_two_ranks_exits_2_with_the_launch_command(recipe)
     assert f"torchrun --nproc-per-node 2 -m megarlhf ppo {recipe}" in done.stderr
     assert "data.prompts" in done.stderr and "Traceback" not in done.stderr
     assert json.loads((recipe.parent / "bare/status.json").read_text())["code"] == 2
+
+
+def test_a_wrong_key_leaves_its_reason_in_the_run_folder(recipe):
+    folder = recipe.parent / "mistyped"
+    done = launch("ppo", str(recipe), "--run.dir", str(folder), "--run.stepz", "3", ranks=2)
+    assert done.returncode == 1, "torchrun's code for every failure"
+    status = json.loads((folder / "status.json").read_text())
+    assert status["code"] == 2 and "did you mean run.steps?" in status["reason"]

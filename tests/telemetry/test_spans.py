@@ -40,3 +40,13 @@ def test_queued_work_belongs_to_the_block_that_queued_it():
     with spans("learn"):
         pass
     assert spans.take()["time/learn_s"] >= 0.02
+
+
+def test_a_dropped_stage_is_not_reported():
+    spans = Spans()
+    for name in ("generate", "reshard"):
+        with spans(name):
+            pass
+    spans.drop("generate")
+    spans.drop("never")
+    assert set(spans.take()) == {"time/reshard_s"}
