@@ -1,6 +1,5 @@
 """PPO with a critic, a reference and a trained reward model, each in its own layout, learns a toy task from nothing."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import PPO, Actor, Critic, Data, Optimizer, PPORun, Reward, Rollout, Run
 from tests.distributed.pool import run_on_ranks
-from tests.learning.toy import ANSWER_TOKENS, train_reward_model, write_actor, write_prompts
+from tests.learning.toy import ANSWER_TOKENS, metrics, train, train_reward_model, write_actor, write_prompts
 
 STEPS = 30
 
@@ -41,17 +40,9 @@ def settings(toy: Path, folder: Path) -> PPORun:
     )
 
 
-def train_ppo(rank: int, world_size: int, run_settings: PPORun) -> None:
-    from megarlhf.loop.launch import run_training
-    from megarlhf.loop.preflight import preflight
-
-    assert preflight(run_settings, world_size) == []
-    run_training("ppo", run_settings, rank, world_size)
-
-
 def test_ppo_learns_the_toy_task(toy, tmp_path):
-    run_on_ranks(2, train_ppo, settings(toy, tmp_path / "run"))
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    run_on_ranks(2, train, "ppo", settings(toy, tmp_path / "run"))
+    rows = metrics(tmp_path / "run")
     scores = [row["objective/scores"] for row in rows]
     assert len(scores) == STEPS
     assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.3

@@ -1,18 +1,23 @@
-"""A task that a random tiny model learns in seconds: answer with tokens of a favoured set, as a reward model sees it.
+"""A task that a random tiny model learns in seconds: answer with tokens of a favoured set.
 
-The reward model is trained here with transformers alone, on random sequences, to predict the share of favoured tokens
-in an answer. It is then used like any other: loaded from its folder, in its own layout.
+Who says what is favoured: a reward model, trained here with transformers alone on random sequences to predict the share
+of favoured tokens in an answer; a reward function; or a file of preferences. transformers judges what was learned.
 """
 
 import json
+import random
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from tests.tiny import VOCAB, tiny_config, write_llama, write_tokenizer
+from tests.tiny import EOS, VOCAB, tiny_config, write_llama, write_tokenizer
 
 FAVOURED = range(20, 50)
+FAVOURED_TEXT = [chr(token + 28) for token in FAVOURED]
+OTHER_TEXT = [chr(token + 28) for token in range(FAVOURED.stop, 99)]
+LETTERS = range(ord("a") - 28, ord("z") - 27)
+"""Tokens of lower-case letters."""
 PROMPT_TOKENS = 4
 ANSWER_TOKENS = 8
 
@@ -65,3 +70,63 @@ def _sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _error(model, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (model(ids).logits[:, 0] - wanted).square().mean()
+
+
+def train(rank: int, world_size: int, command: str, settings) -> None:
+    """A training command on a rank of the pool, as `megarlhf COMMAND` would run it."""
+    from megarlhf.loop.launch import run_training
+    from megarlhf.loop.preflight import preflight
+
+    assert preflight(settings, world_size) == []
+    run_training(command, settings, rank, world_size)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl of a run, one dict a step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def favoured_share(prompts: list[str], responses: list[str], metadata: list[dict]) -> list[float]:
+    """The reward function of the task: the share of favoured characters."""
+    return [sum(letter in FAVOURED_TEXT for letter in text) / ANSWER_TOKENS for text in responses]
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """A JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def random_prompt(rng: random.Random) -> str:
+    """Lower-case letters, none of which is favoured."""
+    return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT_TOKENS))
+
+
+def answer(rng: random.Random, num_favoured: int) -> str:
+    """ANSWER_TOKENS characters, `num_favoured` of which are."""
+    letters = rng.choices(FAVOURED_TEXT, k=num_favoured) + rng.choices(OTHER_TEXT, k=ANSWER_TOKENS - num_favoured)
+    rng.shuffle(letters)
+    return "".join(letters)
+
+
+def sampled_share(folder: Path, count: int = 64) -> float:
+    """Share of favoured tokens that the model in `folder` samples, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    prompts = torch.randint(LETTERS.start, LETTERS.stop, (count, PROMPT_TOKENS))
+    lengths = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS}
+    ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, **lengths)
+    return float(share_of_favoured(ids[:, PROMPT_TOKENS:]).mean())
+
+
+def judged(folder: Path, prompts: list[str], answers: list[str]) -> torch.Tensor:
+    """[B] scores of whole sequences, with the end token, by the reward model in `folder` under transformers."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [prompt + answer + EOS for prompt, answer in zip(prompts, answers, strict=True)]
+    with torch.no_grad():
+        return model(torch.tensor(tokenizer(texts)["input_ids"])).logits[:, 0]
