@@ -113,6 +113,7 @@ def run_judge(model_folder: str, settings: JudgeRun, rank: int, world_size: int)
         raise DataError(f"no preference is left: {summary.sentence}")
     if rank == 0:
         write_rows(settings.out, rows)
+        _warn(float(summary.numbers["letter_mass"]))
     return summary
 
 
@@ -150,12 +151,6 @@ def _summary(
         name: sum(vars(one)[name] for one in verdicts) / max(1, len(verdicts))
         for name in ("agreement", "first_letter", "letter_mass")
     }
-    if verdicts and means["letter_mass"] < 0.5:
-        log.warning(
-            "the judge gives the letters A and B %.3f of its probability: it would rather say something else, and its "
-            "preferences may mean little",
-            means["letter_mass"],
-        )
     without, counts = told(left_out)
     sentence = (
         f"{num_rows} preferences from {len(verdicts)} pairs of {num_answers} answers; {without}; "
@@ -164,3 +159,12 @@ def _summary(
     )
     numbers = {"num_answers": num_answers, "num_pairs": len(verdicts), "num_preferences": num_rows}
     return Summary(sentence, {**numbers, **counts, **means, "out": settings.out})
+
+
+def _warn(letter_mass: float) -> None:
+    if letter_mass < 0.5:
+        log.warning(
+            "the judge gives the letters A and B %.3f of its probability: it would rather say something else, and its "
+            "preferences may mean little",
+            letter_mass,
+        )

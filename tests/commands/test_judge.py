@@ -150,6 +150,11 @@ def test_several_principles_are_averaged_and_the_seed_draws_them(settings, folde
     assert judge(several, folders) == (summary, rows)
 
 
+def test_a_judge_that_would_rather_say_something_else_is_warned_of(settings, folders, single_rank, caplog):
+    summary, _ = judge(settings, folders)
+    assert summary.numbers["letter_mass"] < 0.5 and "would rather say something else" in caplog.text
+
+
 def test_the_summary_can_be_json(settings, folders, single_rank):
     summary, _ = judge(settings, folders)
     numbers = json.loads(summary.text(as_json=True))
