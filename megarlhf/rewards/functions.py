@@ -163,7 +163,10 @@ def _number(name: str, sample_id: object, value: object) -> float:
         raise RewardError(
             f"reward function {name} returned {_described(value)} for sample {sample_id!r}; return a number"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        number = float("inf")
     if number != number or number in (float("inf"), float("-inf")):
         raise RewardError(f"reward function {name} returned {number} for sample {sample_id!r}; return finite numbers")
     return number

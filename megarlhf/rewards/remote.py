@@ -7,6 +7,7 @@ answered by {"scores": [number, ...]}. What `megarlhf serve` answers is one of t
 import http.client
 import json
 import math
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,8 +38,11 @@ class Endpoint:
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The object that the server answers. Raises RemoteError with the server's own words, where it has any."""
-        # JSON spells no NaN; allow_nan=False makes one of ours an error here and not at the other end.
-        return self._ask(json.dumps(body, allow_nan=False, default=str).encode())
+        try:
+            text = json.dumps(body, allow_nan=False, default=str)
+        except (ValueError, RecursionError) as error:  # NaN in metadata, which no other end need understand
+            raise RemoteError(f"{self.url}: the request cannot be written as JSON: {error}") from error
+        return self._ask(text.encode())
 
     def get(self) -> dict[str, Any]:
         """The object at the address. Raises RemoteError."""
@@ -60,7 +64,7 @@ class Endpoint:
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         request = urllib.request.Request(self.url, data=body, headers=headers)
         try:
-            with _OPENER.open(request, timeout=self.timeout_s) as response:
+            with _OPENER.open(request, timeout=min(self.timeout_s, threading.TIMEOUT_MAX)) as response:
                 answer = response.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             text = f"HTTP {error.code} {error.reason}: {_words_of(error)}"
@@ -72,6 +76,8 @@ class Endpoint:
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _WorthRetrying(f"cannot be reached: {reason}") from error
+        except ValueError as error:  # an address that urllib or the resolver cannot spell
+            raise RemoteError(f"{self.url}: cannot be asked: {error}") from error
         return self._object(answer)
 
     def _object(self, answer: bytes) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def check_url(setting: str, url: str) -> str:
     """`url`, which has a host and, if any, a valid port. Raises ConfigError naming `setting`."""
     try:
         parts = urlsplit(url)
-        valid = is_url(url) and bool(parts.hostname) and parts.port != 0
+        valid = is_url(url) and bool(parts.hostname) and parts.port != 0 and url.isascii() and len(url.split()) == 1
     except ValueError:
         valid = False
     if not valid:

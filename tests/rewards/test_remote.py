@@ -79,6 +79,7 @@ def test_rows_are_sent_in_requests_of_the_chosen_size_and_scored_in_order():
         ({"scores": [1, 2, 3, 4, "5"]}, "returned a str for sample 'row4'"),
         ({"scores": [1, 2, 3, 4, float("nan")]}, "returned nan for sample 'row4'"),
         ({"scores": [1, 2, 3, 4, None]}, "returned None for sample 'row4'"),
+        ({"scores": [1, 2, 3, 4, 10**400]}, "returned inf for sample 'row4'"),
     ],
 )
 def test_anything_but_one_number_per_response_is_refused(answer, complaint):
@@ -153,6 +154,15 @@ def test_what_is_not_a_json_object_is_not_believed(answer, no_pause):
         thread.join(5)
 
 
+def test_a_request_that_cannot_be_made_is_an_error_of_its_own(no_pause):
+    with pytest.raises(RemoteError, match="cannot be written as JSON"):
+        Endpoint("http://127.0.0.1:1/score", 5.0).post({"metadata": [float("nan")]})
+    with pytest.raises(RemoteError, match="cannot be (asked|reached)"):
+        Endpoint(f"http://{'a' * 80}.b/score", 5.0).post({})
+    with serve(lambda body: {"scores": [1] * 5}) as server:
+        assert source(server.url, timeout_s=1e18).scores(batch()).tolist() == [1.0] * 5
+
+
 def test_a_token_is_asked_for_and_sent(tmp_path):
     path = tmp_path / "token"
     path.write_text("s3cret\n")
@@ -206,7 +216,14 @@ def test_a_body_without_a_length_is_refused(length):
 
 
 def test_an_address_or_token_that_cannot_be_used_is_a_settings_error(tmp_path):
-    for url in ("http://", "ftp://host/score", "http://host:port/score", "http://[::1/score"):
+    for url in (
+        "http://",
+        "ftp://host/score",
+        "http://host:port/score",
+        "http://a b/score",
+        "http://hé/score",
+        "http://[::1/score",
+    ):
         with pytest.raises(ConfigError, match="reward.functions: .* is not an address"):
             check_url("reward.functions", url)
     (tmp_path / "two").write_text("two words")
