@@ -51,9 +51,7 @@ def test_every_command_has_a_recipe():
 
 
 def test_each_stage_starts_from_what_the_stage_before_exports():
-    sft, rm, ppo = (
-        load(COMMANDS[stage], EXAMPLES / f"pipeline_{stage}.yaml", []) for stage in ("sft", "rm", "ppo")
-    )
+    sft, rm, ppo = (load(COMMANDS[stage], EXAMPLES / f"pipeline_{stage}.yaml", []) for stage in ("sft", "rm", "ppo"))
     assert rm.reward.model == ppo.actor.model == f"{sft.run.dir}/hf"
     assert ppo.reward.model == f"{rm.run.dir}/hf" and not ppo.critic.model
 

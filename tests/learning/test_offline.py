@@ -126,7 +126,9 @@ def test_scores_given_by_hand_are_predicted(actor, tmp_path):
     rows = [{"prompt": random_prompt(rng), "response": answer(rng, n), "score": n / ANSWER_TOKENS} for n in counts]
     settings = reward_run(actor, tmp_path, Layout(), rows[:1280], RewardModelling(loss="regression"), epochs=4)
     run_on_ranks(2, train, "rm", settings)
-    found = judged(tmp_path / "run/hf", [row["prompt"] for row in rows[1280:]], [row["response"] for row in rows[1280:]])
+    found = judged(
+        tmp_path / "run/hf", [row["prompt"] for row in rows[1280:]], [row["response"] for row in rows[1280:]]
+    )
     wanted = torch.tensor([row["score"] for row in rows[1280:]])
     assert torch.corrcoef(torch.stack([found, wanted]))[0, 1] > 0.9
 
