@@ -42,7 +42,9 @@ setup(
         "report": ["matplotlib"],
         "hub": ["huggingface_hub"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl"],
+        "parquet": ["pyarrow"],
+        "datasets": ["datasets"],
+        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl", "peft"],
     },
     entry_points={"console_scripts": ["megarlhf=megarlhf.cli:run"]},
 )

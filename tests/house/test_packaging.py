@@ -24,7 +24,7 @@ def declared() -> list[Requirement]:
     (call,) = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if _is_setup(node)]
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     extras = ast.literal_eval(keywords["extras_require"])
-    assert set(extras) == {"te", "report", "hub", "wandb", "dev"}
+    assert set(extras) == {"te", "report", "hub", "wandb", "parquet", "datasets", "dev"}
     needed = ast.literal_eval(keywords["install_requires"]) + [text for texts in extras.values() for text in texts]
     return [Requirement(text) for text in needed]
 
