@@ -47,6 +47,8 @@ class Case:
     settings: object
     head: str = "vocabulary"
     mask: str = "response"
+    is_mixed: bool = False
+    """The same rows' SFT loss is added as a second part with its own denominators, as for a pretraining mix."""
 
 
 CASES = {
@@ -60,6 +62,7 @@ CASES = {
     "ppo, truncated importance sampling": Case("ppo", PPO(importance_cap=1.02)),
     "ppo, whitened over the minibatch": Case("ppo", PPO(whiten_advantages="minibatch")),
     "ppo, sequence means": Case("ppo", PPO(loss_mean="sequence")),
+    "ppo, mixed with sft": Case("ppo", PPO(), is_mixed=True),
     "ppo, critic": Case("ppo", PPO(), "value"),
     "ppo, critic without clip": Case("ppo", PPO(value_clip=0.0), "value"),
     "grpo": Case("grpo", GRPO()),
@@ -138,8 +141,9 @@ def gradients(rank: int, world_size: int, layout: Layout, max_tokens: int, folde
     found = {}
     for name, case in CASES.items():
         learner = learners[case.head]
-        part = Part(batch_of(case, scored), objective(ALGORITHMS[case.algorithm], case.settings, case.head))
-        learner.accumulate([part], complete_gradients=True)
+        parts = [Part(batch_of(case, scored), objective(ALGORITHMS[case.algorithm], case.settings, case.head))]
+        parts += [Part(scored, objective(ALGORITHMS["sft"], SFT(), case.head))] if case.is_mixed else []
+        learner.accumulate(parts, complete_gradients=True)
         found[name] = tensors_by_name(learner.model, lambda parameter: parameter.main_grad)
     return found
 
