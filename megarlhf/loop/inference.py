@@ -11,6 +11,7 @@ from megarlhf.config.answers import Answers
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import Data, Precision
+from megarlhf.data.files import HUB
 from megarlhf.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepared
@@ -72,8 +73,7 @@ def answers_violations(command: str, model: str, settings: Answers, world_size: 
     """Everything about the model folder and the shared settings that can be known to be wrong from here."""
     violations = [] if model else [f"MODEL_DIR: not given; name the model's folder: megarlhf {command} MODEL_DIR ..."]
     violations += [f"--{name}: not given; name a JSONL file" for name in ("prompts", "out") if not vars(settings)[name]]
-    if settings.out and not Path(settings.out).absolute().parent.is_dir():
-        violations.append(f"--out: folder {Path(settings.out).absolute().parent} does not exist; make it first")
+    violations += _file_violations(settings)
     for name in ("samples_per_prompt", "max_slots", "tp", "pp"):
         if vars(settings)[name] < 1:
             violations.append(f"--{name} {vars(settings)[name]}: use 1 or more")
@@ -85,6 +85,18 @@ def answers_violations(command: str, model: str, settings: Answers, world_size: 
         violations += launch_violations(command, settings.tp, settings.pp, world_size)
         violations += model_violations("MODEL_DIR", model, settings.tp, settings.pp) if model else []
     return violations
+
+
+def _file_violations(settings: Answers) -> list[str]:
+    """What would be found out only once the weights are read, or all answers sampled."""
+    found, prompts, out = [], settings.prompts, Path(settings.out).absolute()
+    if prompts and not prompts.startswith(HUB) and not Path(prompts).exists():
+        found.append(f"--prompts: {Path(prompts).absolute()} does not exist; name a JSONL file")
+    if settings.out and not out.parent.is_dir():
+        found.append(f"--out: folder {out.parent} does not exist; make it first")
+    if settings.out and out.is_dir():
+        found.append(f"--out: {out} is a folder; name a file")
+    return found
 
 
 def launch_violations(command: str, tp: int, pp: int, world_size: int) -> list[str]:

@@ -100,7 +100,16 @@ def test_everything_wrong_is_told_at_once(folder, tmp_path):
         "torchrun --nproc-per-node 15",
     ):
         assert words in text
-    assert "--prompts" not in text
+    assert "not given" not in text
+
+
+def test_files_that_cannot_be_are_told_before_anything_is_read(folder, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        require_valid(str(folder), GenerateRun(prompts=str(tmp_path / "none.jsonl"), out=str(tmp_path)), 1)
+    assert caught.value.violations == (
+        f"--prompts: {tmp_path}/none.jsonl does not exist; name a JSONL file",
+        f"--out: {tmp_path} is a folder; name a file",
+    )
 
 
 def test_missing_arguments_are_named():
