@@ -1,5 +1,6 @@
 """Building the models and engines of a run, in an order that every rank follows alike."""
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,8 @@ from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
 from megarlhf.residency.snapshot import Snapshot
 from megarlhf.weights.load import load_weights
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,6 +49,10 @@ class Workshop:
         if load:
             is_new_head = role.head == "value" and not architecture.num_labels
             load_weights(model, role.folder, new_value_head=is_new_head)
+            if is_new_head and groups.rank == 0:
+                _log.warning(
+                    "%s: %s has no value head; it starts with a new one, which is zero", role.name, role.folder
+                )
         if role.lora.rank:
             add_lora(model, role.lora, derive_seed(self.seed, "lora", role.name))
         return model

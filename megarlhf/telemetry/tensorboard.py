@@ -1,6 +1,7 @@
 """Numbers as tensorboard event files. A broken log never stops training: only its first failure is told."""
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class TensorboardSink:
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        shutil.rmtree(self._folder, ignore_errors=True)  # curves of an earlier run would be drawn into ours
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(self._folder))
 

@@ -108,6 +108,14 @@ def test_tensorboard_holds_the_finite_numbers(tmp_path):
     assert events.Scalars("objective/kl")[0].step == 1 and events.Scalars("objective/kl")[0].value == 0.25
 
 
+def test_curves_of_an_earlier_run_are_not_drawn_into_this_one(tmp_path):
+    for _ in range(2):
+        sink = TensorboardSink(tmp_path)
+        sink.step(1, {"objective/scores": 0.5})
+        sink.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
 def test_training_goes_on_when_tensorboard_cannot_write(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING), Reporter([TensorboardSink(tmp_path), JsonlSink(tmp_path)]) as reporter:
