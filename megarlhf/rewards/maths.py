@@ -12,6 +12,8 @@ from megarlhf.rewards.expressions import NotAnExpression, equal, parse
 
 MAX_ANSWER_CHARACTERS = 400
 """A longer answer is compared as text only."""
+MAX_BOXES, MAX_BOXED_CHARACTERS = 8, 2000
+"""Boxes looked at, from the last, and how far their closing brace is looked for."""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|=|:)\s*:?\s*(.+)", re.IGNORECASE)
@@ -82,7 +84,7 @@ def _right_answer(row: dict) -> str:
 
 def _marked_answer(text: str) -> str | None:
     """What the last \\boxed{...} holds, else the rest of the line after the last ####."""
-    for match in reversed(list(_BOXED.finditer(text))):
+    for match in list(_BOXED.finditer(text))[: -MAX_BOXES - 1 : -1]:
         content = _braced(text, match.end())
         if content is not None:
             return content
@@ -93,7 +95,7 @@ def _marked_answer(text: str) -> str | None:
 def _braced(text: str, start: int) -> str | None:
     """What stands between the brace at `start` and the one that closes it; None when none does."""
     depth = 0
-    for index in range(start, len(text)):
+    for index in range(start, min(len(text), start + MAX_BOXED_CHARACTERS)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
             return text[start + 1 : index]
@@ -143,8 +145,9 @@ def _split(text: str) -> list[str]:
 
 
 def _same_item(left: str, right: str) -> bool:
-    if re.sub(r"[\s{}]", "", left).lower() == re.sub(r"[\s{}]", "", right).lower():
-        return left.strip() != ""
+    letters = [re.sub(r"[\s{}\\]", "", text).lower() for text in (left, right)]
+    if letters[0] == letters[1]:
+        return letters[0] != ""
     try:
         return equal(parse(left), parse(right))
     except NotAnExpression:

@@ -72,6 +72,8 @@ DIFFERENT = [
     ("1/0", "1/0 + 1"),
     (r"\sqrt{-1}", "1"),
     ("", ""),
+    ("{}", ""),
+    (r"\text{}", "}"),
     ("12", "1 2 3"),
     ("9" * 500, "9" * 499 + "8"),
 ]
@@ -80,6 +82,12 @@ DIFFERENT = [
 @pytest.mark.parametrize(("left", "right"), DIFFERENT)
 def test_answers_that_differ(left, right):
     assert not same_answer(left, right) and not same_answer(right, left)
+
+
+def test_boxes_that_never_close_cost_little():
+    start = time.perf_counter()
+    assert final_answer("\\boxed{" * 20_000 + "7") == "7"
+    assert time.perf_counter() - start < 1
 
 
 @pytest.mark.parametrize(
