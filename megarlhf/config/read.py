@@ -55,7 +55,7 @@ def parse_yaml(text: str, path: str | Path) -> tuple[Section, list[str]]:
     try:
         loader = _Loader(text)
         data = loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2024-99-99 is the text of no date
         raise ConfigError(_syntax_error(error, path)) from error
     data = Section() if data is None else data
     if not isinstance(data, Section):
@@ -66,7 +66,7 @@ def parse_yaml(text: str, path: str | Path) -> tuple[Section, list[str]]:
     ]
 
 
-def _syntax_error(error: yaml.YAMLError, path: str | Path) -> str:
+def _syntax_error(error: Exception, path: str | Path) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{path}: not valid YAML: {error}"
     mark = error.problem_mark

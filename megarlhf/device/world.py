@@ -52,4 +52,7 @@ def place_in_world() -> tuple[int, int, dist.Store | None]:
     for name in ("RANK", "WORLD_SIZE"):
         if not os.environ[name].isdigit():
             raise ConfigError(f"environment: {name} is {os.environ[name]!r}, a whole number is needed; {_LAUNCH}")
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ConfigError(f"environment: RANK {rank} is none of the WORLD_SIZE {world_size} ranks 0 to N-1; {_LAUNCH}")
+    return rank, world_size, None

@@ -220,3 +220,9 @@ def test_lenient_reading_keeps_what_can_be_used():
     found, told = load_leniently(PPORun, None, ["--run.dir", "here", "--run.stepz", "5", "--run.steps", "many"])
     assert found.run.dir == "here" and found.run.steps == PPORun().run.steps
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("text", ["run:\n  dir: 2024-99-99\n", "run: " + "[" * 2000, f"run: {{seed: {'9' * 5000}}}"])
+def test_what_the_yaml_package_trips_over_is_a_settings_error(recipe, text):
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: "):
+        load(PPORun, recipe(text), [])

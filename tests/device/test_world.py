@@ -34,6 +34,9 @@ def test_a_rank_that_is_no_number_is_an_error(monkeypatch):
         place_in_world()
     monkeypatch.setenv("RANK", "1")
     assert place_in_world() == (1, 2, None) and device.launched_world_size() == 2
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK 2 is none of the WORLD_SIZE 2 ranks"):
+        place_in_world()
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
