@@ -23,12 +23,14 @@ PAD = "<|pad|>"
 UNKNOWN = "<|unk|>"
 
 
-def tiny_config(*, tied: bool = False, llama3: bool = False, num_labels: int = 0, **fields) -> dict:
-    """config.json of a tiny Llama in the spelling of transformers 4 (both versions read it). `fields` override."""
-    kind = "LlamaForSequenceClassification" if num_labels else "LlamaForCausalLM"
+def tiny_config(
+    *, family: str = "llama", tied: bool = False, llama3: bool = False, num_labels: int = 0, **fields
+) -> dict:
+    """config.json of a tiny model in the spelling of transformers 4 (both versions read it). `fields` override."""
+    kind = family.capitalize() + ("ForSequenceClassification" if num_labels else "ForCausalLM")
     config = {
         "architectures": [kind],
-        "model_type": "llama",
+        "model_type": family,
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
         "num_hidden_layers": LAYERS,
@@ -67,7 +69,7 @@ def tiny_weights(config: dict, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama checkpoint with this config.json, and its shape."""
+    """Every tensor of a checkpoint with this config.json, and its shape."""
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
@@ -77,6 +79,9 @@ def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         shapes |= {at + "self_attn.q_proj.weight": (query, hidden), at + "self_attn.o_proj.weight": (hidden, query)}
         shapes |= {at + f"self_attn.{letter}_proj.weight": (key, hidden) for letter in "kv"}
         shapes |= {at + f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")}
+        if config["model_type"] == "qwen2":
+            shapes |= {at + "self_attn.q_proj.bias": (query,)}
+            shapes |= {at + f"self_attn.{letter}_proj.bias": (key,) for letter in "kv"}
         shapes |= {at + "mlp.down_proj.weight": (hidden, ffn)}
     if config.get("num_labels"):
         shapes["score.weight"] = (config["num_labels"], hidden)
@@ -88,10 +93,10 @@ def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def write_llama(
     folder: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, num_shards: int = 1, **settings
 ) -> Path:
-    """Write a tiny random Llama to `folder` (config.json, safetensors, tokenizer); returns it.
+    """Write a tiny random model to `folder` (config.json, safetensors, tokenizer); returns it.
 
-    `settings` are those of `tiny_config`: tied, llama3, num_labels and any field of config.json. With several shards
-    there is an index file, as for large models.
+    `settings` are those of `tiny_config`: family, tied, llama3, num_labels and any field of config.json. With several
+    shards there is an index file, as for large models.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import CheckpointError, LayoutError
+from megarlhf.models.model_types import MODEL_TYPES
 
 _ROPE_KINDS = ("default", "linear", "llama3")
 _ROPE_DETAILS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -50,6 +51,7 @@ class Architecture:
     tied: bool
     rope: Rope
     num_labels: int = 0
+    qkv_bias: bool = False
     initializer_range: float = field(default=0.02, compare=False)
 
     @classmethod
@@ -69,11 +71,13 @@ class Architecture:
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> "Architecture":
         """The architecture in a parsed config.json. Raises CheckpointError naming every field that does not fit."""
-        problems = _foreign(config) + _missing(config) + _mistyped(config)
-        problems = problems or _unsupported(config)
+        problems = _foreign(config)
+        if not problems:
+            config = {**MODEL_TYPES[config["model_type"]].defaults, **config}
+            problems = _missing(config) + _mistyped(config) or _unsupported(config)
         if problems:
             raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems))
-        num_heads = config["num_attention_heads"]
+        num_heads, kind = config["num_attention_heads"], MODEL_TYPES[config["model_type"]]
         return cls(
             family=config["model_type"],
             num_layers=config["num_hidden_layers"],
@@ -88,6 +92,7 @@ class Architecture:
             tied=bool(config.get("tie_word_embeddings", False)),
             rope=_rope(config),
             num_labels=_num_labels(config),
+            qkv_bias=kind.qkv_bias,
             initializer_range=config.get("initializer_range", 0.02),
         )
 
@@ -183,7 +188,8 @@ def _rope(config: dict[str, Any]) -> Rope:
 
 def _foreign(config: dict[str, Any]) -> list[str]:
     family = config.get("model_type")
-    return [] if family == "llama" else [f"model_type {family!r} is not supported; supported: 'llama'"]
+    supported = ", ".join(map(repr, MODEL_TYPES))
+    return [] if family in MODEL_TYPES else [f"model_type {family!r} is not supported; supported: {supported}"]
 
 
 def _missing(config: dict[str, Any]) -> list[str]:
@@ -212,7 +218,8 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         problems.append(f"architectures {names}: expected a ...ForCausalLM or a ...ForSequenceClassification")
     if _is_classifier(config) and _num_labels(config) != 1:
         problems.append(f"num_labels {_num_labels(config)}: a reward or value model has exactly one label")
-    problems += [f"{name} true is not supported" for name in ("attention_bias", "mlp_bias") if config.get(name)]
+    switches = MODEL_TYPES[config["model_type"]].unsupported_switches
+    problems += [f"{name} true is not supported" for name in switches if config.get(name)]
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups and heads % groups:
         problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
@@ -220,7 +227,13 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         problems.append(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
     if config.get("quantization_config"):
         problems.append("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
-    return problems + _unsupported_rope(config)
+    return problems + _unsupported_rope(config) + _unsupported_windows(config)
+
+
+def _unsupported_windows(config: dict[str, Any]) -> list[str]:
+    if any(MODEL_TYPES[config["model_type"]].windows(config)):
+        return ["use_sliding_window true is not supported: every layer attends to all tokens before"]
+    return []
 
 
 def _unsupported_rope(config: dict[str, Any]) -> list[str]:

@@ -55,9 +55,9 @@ def build_model(
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
-    Weights are random (normal with the config's initializer_range; norms 1; value head 0), drawn from `seed` and the
-    tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded. `dropout` acts on
-    attention weights and residual branches while training.
+    Weights are random (normal with the config's initializer_range; norms 1; biases and value head 0), drawn from `seed`
+    and the tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded. `dropout`
+    acts on attention weights and residual branches while training.
     Raises LayoutError when the layout does not fit the architecture.
     """
     require_layout(architecture, groups.layout, "layout")
@@ -78,7 +78,8 @@ def _initialise(model: Model, seed: int) -> None:
         parameter = model.named_parameters()[0, weight.local]
         if weight.cut is Cut.WHOLE:
             parameter.data.fill_(0.0 if weight.local == family.value_head.local else 1.0)
-            continue
+        if weight.cut is Cut.WHOLE or not weight.is_matrix:
+            continue  # biases are built as zeros
         generator = torch.Generator(parameter.device)
         generator.manual_seed((seed * 1_000_003 + numbers[weight.hf[0]]) * 1_009 + groups.coordinates.tp)
         parameter.data.normal_(0.0, architecture.initializer_range, generator=generator)

@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
 
 def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
     """Of the tensors that a weight is made of, those that get an adapter."""
-    is_linear = weight.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
+    is_linear = weight.is_matrix and weight.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
     return tuple(name for name in weight.hf if module_of(name) in lora.targets) if is_linear else ()
 
 

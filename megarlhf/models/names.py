@@ -44,6 +44,11 @@ class Weight:
     cut: Cut
     shapes: tuple[tuple, ...]
 
+    @property
+    def is_matrix(self) -> bool:
+        """Neither a norm's weight nor a bias."""
+        return len(self.shapes[0]) == 2
+
 
 @dataclass(frozen=True)
 class Family:

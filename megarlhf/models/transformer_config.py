@@ -10,7 +10,7 @@ from megarlhf.models.architecture import Architecture
 def transformer_config(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, dropout: float = 0.0
 ) -> TransformerConfig:
-    """The config of a model without biases and, unless it is asked for, dropout; with every optional fused kernel off.
+    """The config of a model, without dropout unless it is asked for, and with every optional fused kernel off.
 
     Micro-batches are packed and differ in length, so pipeline stages exchange shapes (`variable_seq_lengths`), and
     losses are divided by our own global counts, so megatron-core must not average (`calculate_per_token_loss`).
@@ -27,6 +27,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
         hidden_dropout=dropout,
         attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,

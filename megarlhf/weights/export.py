@@ -40,7 +40,7 @@ def export_model(
     `tensors` are what to write, by the keys of the model's own parameters and shaped like them (an average of the
     weights, say); by default the model's weights, with LoRA's adapters merged in.
     Tokenizer, generation settings and chat template are copied byte for byte from `source_folder`, whose config.json is
-    kept but for what changed. A value model becomes a LlamaForSequenceClassification with one label. Raises
+    kept but for what changed. A value model becomes a ...ForSequenceClassification with one label. Raises
     CheckpointError on all ranks when `path` is there already (unless `replace`), or cannot be written.
     """
     path, source, group, sizes = Path(path), Path(source_folder), model.groups.world, _sizes(model)

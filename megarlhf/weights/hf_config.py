@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.models.architecture import Architecture
+from megarlhf.models.model_types import MODEL_TYPES
 from megarlhf.models.names import Head
 
 COMPANIONS = (
@@ -30,9 +31,10 @@ def exported_config(source: Path, architecture: Architecture, head: Head, dtype:
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
     labels = ("num_labels", "id2label", "label2id")
     config = {key: value for key, value in config.items() if key not in labels}
+    prefix = MODEL_TYPES[architecture.family].class_prefix
     if head == "vocabulary":
-        return config | {"architectures": ["LlamaForCausalLM"]}
-    classifier = {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": _pad(source, config)}
+        return config | {"architectures": [f"{prefix}ForCausalLM"]}
+    classifier = {"architectures": [f"{prefix}ForSequenceClassification"], "pad_token_id": _pad(source, config)}
     return config | _ONE_LABEL | classifier
 
 

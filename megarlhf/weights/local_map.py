@@ -83,12 +83,12 @@ def _vocabulary(weight: Weight, tp: int, rank: int) -> LocalTensor:
 
 
 def _grouped_qkv(weight: Weight, architecture: Architecture) -> LocalTensor:
-    """The whole interleaved matrix: for each key/value group its query rows, its key rows, its value rows."""
+    """The whole interleaved matrix (or bias): for each key/value group its query rows, its key rows, its value rows."""
     groups = architecture.num_kv_groups
     rows_per_group = tuple(shape[0] // groups for shape in weight.shapes)
-    hidden = weight.shapes[0][1]
+    columns = whole(weight.shapes[0][1:])
     blocks = [
-        (name, ((group * rows, (group + 1) * rows), (0, hidden)))
+        (name, ((group * rows, (group + 1) * rows), *columns))
         for group in range(groups)
         for name, rows in zip(weight.hf, rows_per_group, strict=True)
     ]

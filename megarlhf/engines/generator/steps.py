@@ -83,7 +83,7 @@ def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """The layer is made of megatron-core's local modules and its feed-forward is SwiGLU; biases are never built."""
+    """The layer is made of megatron-core's local modules, its feed-forward is SwiGLU; only `linear_qkv` has a bias."""
     attention, mlp = layer.self_attention, layer.mlp
     return (
         type(mlp) is MLP
@@ -92,15 +92,13 @@ def _is_plain(layer: torch.nn.Module) -> bool:
         and mlp.config.gated_linear_unit
         and mlp.config.activation_func is F.silu
         and not mlp.config.add_bias_linear
-        and not mlp.config.add_qkv_bias
-        and attention.q_layernorm is None
-        and attention.k_layernorm is None
     )
 
 
 def _packed_steps(layer: torch.nn.Module, group: dist.ProcessGroup) -> Steps:
     attention = layer.self_attention
-    qkv, projection = _packed(attention.linear_qkv.weight), _packed(attention.linear_proj.weight)
+    qkv = _packed(attention.linear_qkv.weight, attention.linear_qkv.bias)
+    projection = _packed(attention.linear_proj.weight)
     gate_and_up, down = _packed(layer.mlp.linear_fc1.weight), _packed(layer.mlp.linear_fc2.weight)
 
     def swiglu(hidden: torch.Tensor) -> torch.Tensor:
@@ -116,10 +114,10 @@ def _packed_steps(layer: torch.nn.Module, group: dist.ProcessGroup) -> Steps:
     )
 
 
-def _packed(weight: torch.Tensor) -> Map:
-    """x -> x @ weight.T with a blocked copy of `weight`, made now."""
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Map:
+    """x -> x @ weight.T + bias with a blocked copy of `weight`, made now."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")
 
 
 def _summed(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

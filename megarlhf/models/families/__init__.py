@@ -1,6 +1,7 @@
 """One name table per architecture family, found by the `model_type` of config.json."""
 
 from megarlhf.models.families.llama import LLAMA
+from megarlhf.models.families.qwen2 import QWEN2
 from megarlhf.models.names import Family
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA}
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2}

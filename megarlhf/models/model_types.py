@@ -1,0 +1,58 @@
+"""What a config.json means by its `model_type`: defaults of the fields it leaves out, and switches it never states.
+
+transformers keeps both in its configuration and model classes. A field that is null is not left out: it has no default.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Windows = tuple[int | None, ...]
+"""One entry a layer: how many tokens a token attends to, itself included; None for all before it."""
+
+
+def _all_tokens(config: Mapping[str, Any]) -> Windows:
+    return (None,) * config["num_hidden_layers"]
+
+
+def _windows_if_used(config: Mapping[str, Any]) -> Windows:
+    """`use_sliding_window` switches `sliding_window` on, for the layers that `layer_types` or `max_window_layers` say.
+
+    `layer_types` is written by transformers 4.53 and later.
+    """
+    num_layers, window = config["num_hidden_layers"], config["sliding_window"]
+    if not config["use_sliding_window"] or window is None:
+        return (None,) * num_layers
+    first = config["max_window_layers"]
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    kinds = config.get("layer_types") or default
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How one model type is to be read."""
+
+    class_prefix: str
+    """transformers' classes are PREFIXForCausalLM and PREFIXForSequenceClassification."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that a file may leave out, where the default is not that of every type."""
+    unsupported_switches: tuple[str, ...] = ()
+    """Fields that must not be true."""
+    qkv_bias: bool = False
+    """Query, key and value have biases, always."""
+    windows: Callable[[Mapping[str, Any]], Windows] = _all_tokens
+
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "llama": ModelType("Llama", unsupported_switches=("attention_bias", "mlp_bias")),
+    "qwen2": ModelType("Qwen2", defaults=_QWEN, qkv_bias=True, windows=_windows_if_used),
+}

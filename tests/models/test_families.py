@@ -1,0 +1,165 @@
+"""Every family beyond Llama says what transformers says, under every layout; what differs between families matters."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarlhf.config.layout import Layout
+from megarlhf.errors import CheckpointError
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.forward import full_logits, packed_forward, values
+from megarlhf.models.model_types import MODEL_TYPES
+from tests import tiny
+from tests.distributed.pool import run_on_ranks
+from tests.families import FAMILIES, VARIANTS
+from tests.models.helpers import load, load_on_rank, random_rows, reference_logits, stream, through_stages
+
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(tp=4, sp=True)]
+SIZES = {"hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 9}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    top = tmp_path_factory.mktemp("families")
+    return {name: tiny.write_llama(top / name, **settings) for name, settings in VARIANTS.items()}
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory):
+    top = tmp_path_factory.mktemp("judges")
+    return {family: tiny.write_llama(top / family, family=family, num_labels=1) for family in FAMILIES}
+
+
+@torch.no_grad()
+def logits(folder, groups, rows):
+    model = load(folder, groups)
+    return full_logits(model, packed_forward(model.chunks[0], stream(rows)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant, folders, alone):
+    rows = random_rows()
+    found = logits(folders[variant], alone, rows)
+    assert torch.allclose(found, reference_logits(folders[variant], rows), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_equal_transformers(family, judges, alone):
+    rows, model = random_rows(), load(judges[family], alone, "value")
+    with torch.no_grad():
+        found = values(model, packed_forward(model.chunks[0], stream(rows)), torch.arange(24))
+    assert torch.allclose(found, reference_logits(judges[family], rows)[:, 0], atol=1e-4)
+
+
+@torch.no_grad()
+def logits_on_rank(rank, world_size, folders, rows):
+    found = {}
+    for name, folder in folders.items():
+        for layout in LAYOUTS:
+            model = load_on_rank(world_size, folder, layout)
+            hidden = through_stages(model, stream(rows))
+            if hidden is not None:
+                found[name, layout] = full_logits(model, hidden)
+    return found
+
+
+def test_logits_equal_transformers_under_every_layout(folders):
+    rows = random_rows()
+    expected = {name: reference_logits(folder, rows) for name, folder in folders.items()}
+    ranks = run_on_ranks(4, logits_on_rank, folders, rows)
+    assert {key for rank in ranks for key in rank} == {(name, layout) for name in folders for layout in LAYOUTS}
+    for rank in ranks:
+        for (name, layout), found in rank.items():
+            assert torch.allclose(found, expected[name], atol=1e-4, rtol=0), (name, layout)
+
+
+def changed_weights(folder, target, word, change):
+    """A copy of the folder with every tensor whose name holds `word` changed."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    names = [name for name in weights if word in name]
+    assert names
+    save_file({**weights, **{name: change(weights[name]) for name in names}}, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(
+    "variant, word", [("qwen2", "q_proj.bias"), ("qwen2", "k_proj.bias"), ("qwen2", "v_proj.bias")]
+)
+def test_a_wrong_small_weight_would_be_caught(variant, word, folders, alone, tmp_path):
+    wrong = changed_weights(folders[variant], tmp_path / "wrong", word, lambda tensor: tensor.roll(1))
+    rows = random_rows()
+    assert (logits(wrong, alone, rows) - reference_logits(folders[variant], rows)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_transformers(variant, folders, alone):
+    import transformers
+
+    rows, model = random_rows(), load(folders[variant], alone)
+    targets = torch.arange(sum(map(len, rows))) % tiny.VOCAB
+    found = full_logits(model, packed_forward(model.chunks[0], stream(rows)))
+    torch.nn.functional.cross_entropy(found, targets).backward()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folders[variant], dtype=torch.float32)
+    expected = torch.cat([peer(row[None]).logits[0] for row in rows])
+    torch.nn.functional.cross_entropy(expected, targets).backward()
+    theirs = dict(peer.named_parameters())
+    for weight, parameter in table(model):
+        if len(weight.hf) == 1:
+            assert torch.allclose(parameter.grad, theirs[weight.hf[0]].grad, atol=1e-5, rtol=1e-3), weight.local
+        else:
+            norms = [theirs[name].grad.norm() for name in weight.hf]
+            assert torch.allclose(parameter.grad.norm(), torch.stack(norms).norm(), rtol=1e-4), weight.local
+
+
+def table(model):
+    from megarlhf.models.families import FAMILIES as TABLES
+    from megarlhf.models.names import stage_weights
+
+    parameters = model.named_parameters()
+    weights = stage_weights(TABLES[model.architecture.family], model.architecture, Layout(), 0, 0, model.head)
+    return [(weight, parameters[0, weight.local]) for weight in weights]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_that_transformers_saved_again_means_the_same(variant, folders, tmp_path):
+    import transformers
+
+    transformers.AutoConfig.from_pretrained(folders[variant]).save_pretrained(tmp_path)
+    assert Architecture.from_folder(tmp_path) == Architecture.from_folder(folders[variant])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_take_the_defaults_of_transformers(family):
+    import transformers
+
+    found = Architecture.from_hf({"model_type": family, **SIZES})
+    peer = transformers.AutoConfig.for_model(family, **SIZES)
+    assert found.num_kv_groups == peer.num_key_value_heads and found.max_positions == peer.max_position_embeddings
+    assert found.norm_epsilon == peer.rms_norm_eps and found.tied == peer.tie_word_embeddings
+    rope = peer.to_dict().get("rope_parameters") or peer.to_dict()
+    assert found.rope.theta == rope["rope_theta"]
+    model = transformers.AutoModelForCausalLM.from_config(peer)
+    names = dict(model.named_parameters())
+    assert names["model.layers.0.self_attn.q_proj.weight"].shape[0] == found.num_heads * found.head_dim
+
+
+@pytest.mark.parametrize("family", ["qwen2"])
+def test_a_window_is_read_where_transformers_reads_one(family):
+    config = {**tiny.tiny_config(family=family), "sliding_window": 5, "use_sliding_window": False}
+    assert Architecture.from_hf(config).family == family
+    assert Architecture.from_hf({**config, "use_sliding_window": True, "max_window_layers": 4}).family == family
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        Architecture.from_hf({**config, "use_sliding_window": True, "max_window_layers": 2})
+    kinds = ["full_attention", "sliding_attention"] * 2
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        Architecture.from_hf({**config, "use_sliding_window": True, "layer_types": kinds})
+
+
+def test_the_refusal_of_an_unknown_family_names_the_known_ones():
+    with pytest.raises(CheckpointError) as caught:
+        Architecture.from_hf(json.loads('{"model_type": "gpt2"}'))
+    assert all(repr(name) in str(caught.value) for name in MODEL_TYPES)
