@@ -15,6 +15,7 @@ _log = logging.getLogger(__name__)
 
 def launch(command: str, argv: Sequence[str]) -> int:
     """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError."""
+    as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     settings, violations = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
     folder = Path(settings.run.dir)
     _refuse(folder, violations)
@@ -26,13 +27,16 @@ def launch(command: str, argv: Sequence[str]) -> int:
 
     _refuse(folder, preflight(settings, world_size, " ".join([command, *argv])))
     rank, world_size = device.join_world()
-    run_training(command, settings, rank, world_size)
+    run_training(command, settings, rank, world_size, as_json=as_json)
     device.leave_world()
     return 0
 
 
-def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> None:
-    """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`."""
+def run_training(command: str, settings: AnyRun, rank: int, world_size: int, *, as_json: bool = False) -> None:
+    """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`.
+
+    `as_json`: nothing but the metrics of each step as a JSON line is printed.
+    """
     from megarlhf.algorithms.catalogue import ALGORITHMS
     from megarlhf.loop.loop import train
     from megarlhf.loop.offline import build_offline
@@ -42,7 +46,7 @@ def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> 
 
     folder, algorithm = Path(settings.run.dir), ALGORITHMS[command]
     is_online = isinstance(settings, OnlineRun)
-    with recorded(folder, rank), reporter(settings, rank) as report:
+    with recorded(folder, rank), reporter(settings, rank, as_json=as_json) as report:
         if rank == 0:
             (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
             for warning in algorithm_warnings(settings.algorithm):
@@ -53,7 +57,7 @@ def run_training(command: str, settings: AnyRun, rank: int, world_size: int) -> 
         train(run)
         after = show(run) if is_online else []
         run.export()
-    if rank == 0:
+    if rank == 0 and not as_json:
         print(ending(before, after, folder, is_policy=algorithm.actor_loss is not None))
 
 

@@ -1,5 +1,6 @@
 """The run on the terminal: a live table of the last steps, or one plain line per step where there is no terminal."""
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,20 @@ COLUMNS = {
     "seconds": "time/total_s",
 }
 """Heading of each column and the metric below it; a run shows those that it has."""
+
+
+class JsonConsoleSink:
+    """The numbers of each step as a JSON line on standard output, for a program to read."""
+
+    def step(self, step: int, numbers: Mapping[str, Number]) -> None:
+        """Prints `{"step": step, ...}`; None is null."""
+        print(json.dumps({"step": step, **numbers}, allow_nan=False), flush=True)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: texts are in samples.jsonl."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class ConsoleSink:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarlhf.telemetry.console import ConsoleSink
+from megarlhf.telemetry.console import ConsoleSink, JsonConsoleSink
 from megarlhf.telemetry.jsonl import JsonlSink
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.tensorboard import TensorboardSink
@@ -89,6 +89,13 @@ def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
     assert "3/10" in last_frame and "2/10" in last_frame and "1/10" not in last_frame
     assert "[bold] é" in last_frame
     assert "score" in last_frame and "kl" not in last_frame, "columns without a number are left out"
+
+
+def test_a_program_can_read_the_console(capsys):
+    with Reporter([JsonConsoleSink()]) as reporter:
+        reporter.step(2, {"objective/kl": 0.25, "loss/policy_avg": math.nan})
+        reporter.samples(2, ROWS)
+    assert json.loads(capsys.readouterr().out) == {"step": 2, "objective/kl": 0.25, "loss/policy_avg": None}
 
 
 def test_a_text_without_a_score_is_shown_as_it_is():
