@@ -46,7 +46,7 @@ def test_sft_learns_its_corpus(actor, tmp_path):
     rows = [{"prompt": prompt, "response": 2 * prompt[-1].upper()} for prompt in prompts]
     settings = SFTRun(
         actor=trainee(actor, Layout(), 1e-2),
-        data=Corpus(write_rows(tmp_path / "corpus.jsonl", rows[:448]), batch_size=16, epochs=5, max_tokens=16),
+        data=Corpus(write_rows(tmp_path / "corpus.jsonl", rows[:448]), batch_size=16, epochs=4, max_tokens=16),
         run=place(tmp_path / "run"),
     )
     run_on_ranks(2, train, "sft", settings)
@@ -78,7 +78,7 @@ def compared(rng: random.Random, num_rows: int) -> list[dict]:
 
 
 def reward_run(
-    actor: Path, root: Path, layout: Layout, rows: list[dict], algorithm: RewardModelling, epochs: int = 3
+    actor: Path, root: Path, layout: Layout, rows: list[dict], algorithm: RewardModelling, epochs: int = 2
 ) -> RewardModelRun:
     return RewardModelRun(
         reward=trainee(actor, layout, 1e-2),
@@ -111,7 +111,7 @@ def test_rankings_of_four_answers_are_recovered(actor, tmp_path):
         return {"prompt": random_prompt(rng), "responses": answers, "ranks": [place + 1 for place in order]}
 
     rows = [ranked() for _ in range(320)]
-    run_on_ranks(2, train, "rm", reward_run(actor, tmp_path, Layout(pp=2), rows[:256], RewardModelling(), epochs=8))
+    run_on_ranks(2, train, "rm", reward_run(actor, tmp_path, Layout(pp=2), rows[:256], RewardModelling(), epochs=6))
     right = 0
     for row in rows[256:]:
         scores = judged(tmp_path / "run/hf", 4 * [row["prompt"]], row["responses"])
@@ -124,7 +124,7 @@ def test_scores_given_by_hand_are_predicted(actor, tmp_path):
     rng = random.Random(3)
     counts = [rng.randint(0, ANSWER_TOKENS) for _ in range(1408)]
     rows = [{"prompt": random_prompt(rng), "response": answer(rng, n), "score": n / ANSWER_TOKENS} for n in counts]
-    settings = reward_run(actor, tmp_path, Layout(), rows[:1280], RewardModelling(loss="regression"), epochs=4)
+    settings = reward_run(actor, tmp_path, Layout(), rows[:1280], RewardModelling(loss="regression"), epochs=3)
     run_on_ranks(2, train, "rm", settings)
     found = judged(
         tmp_path / "run/hf", [row["prompt"] for row in rows[1280:]], [row["response"] for row in rows[1280:]]
@@ -155,7 +155,7 @@ def test_dpo_learns_the_toy_task(loss, actor, tmp_path):
 
 def test_kto_learns_the_toy_task(actor, tmp_path):
     rng = random.Random(5)
-    labels = [bool(row % 2) for row in range(768)]
+    labels = [bool(row % 2) for row in range(512)]
     rows = [
         {"prompt": random_prompt(rng), "response": answer(rng, ANSWER_TOKENS * label), "label": label}
         for label in labels
