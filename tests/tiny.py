@@ -82,6 +82,8 @@ def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         if config["model_type"] == "qwen2":
             shapes |= {at + "self_attn.q_proj.bias": (query,)}
             shapes |= {at + f"self_attn.{letter}_proj.bias": (key,) for letter in "kv"}
+        if config["model_type"] == "qwen3":
+            shapes |= {at + f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"}
         shapes |= {at + "mlp.down_proj.weight": (hidden, ffn)}
     if config.get("num_labels"):
         shapes["score.weight"] = (config["num_labels"], hidden)

@@ -52,6 +52,7 @@ class Architecture:
     rope: Rope
     num_labels: int = 0
     qkv_bias: bool = False
+    qk_norm: bool = False
     initializer_range: float = field(default=0.02, compare=False)
 
     @classmethod
@@ -93,6 +94,7 @@ class Architecture:
             rope=_rope(config),
             num_labels=_num_labels(config),
             qkv_bias=kind.qkv_bias,
+            qk_norm=kind.qk_norm,
             initializer_range=config.get("initializer_range", 0.02),
         )
 

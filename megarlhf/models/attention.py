@@ -31,7 +31,9 @@ class SelfAttention(MegatronSelfAttention):
         return self.split(self.linear_qkv(hidden_states)[0])
 
     def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output of `linear_qkv` [S, B, rows/tp] as query, key, value. Communicates when tp exceeds the groups.
+        """The output of `linear_qkv` [S, B, rows/tp] as query, key, value, normed where the model norms them.
+
+        Communicates when tp exceeds the groups.
 
         Rows are interleaved by group: (its queries, key, value). With more tensor ranks than groups a rank holds a part
         of a group's rows, so that all are gathered and each rank takes its group, and of it its own queries.
@@ -47,6 +49,8 @@ class SelfAttention(MegatronSelfAttention):
         query = query.flatten(2, 3)
         if ranks_per_group > 1:
             query = query.chunk(ranks_per_group, dim=2)[group.rank() % ranks_per_group]
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
 

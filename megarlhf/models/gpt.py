@@ -25,7 +25,7 @@ class GPT(GPTModel):
         layers = stage_layers(architecture, groups.layout, groups.coordinates.pp)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(len(layers)),
+            transformer_layer_spec=block_spec(len(layers), architecture.qk_norm),
             vocab_size=padded_vocab(architecture, groups.layout),
             max_sequence_length=architecture.max_positions,
             pre_process=groups.is_first_stage,

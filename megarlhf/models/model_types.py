@@ -41,6 +41,8 @@ class ModelType:
     """Fields that must not be true."""
     qkv_bias: bool = False
     """Query, key and value have biases, always."""
+    qk_norm: bool = False
+    """Each head of query and key is normed, over its own dimension, before rotary embedding."""
     windows: Callable[[Mapping[str, Any]], Windows] = _all_tokens
 
 
@@ -55,4 +57,11 @@ _QWEN = {
 MODEL_TYPES: dict[str, ModelType] = {
     "llama": ModelType("Llama", unsupported_switches=("attention_bias", "mlp_bias")),
     "qwen2": ModelType("Qwen2", defaults=_QWEN, qkv_bias=True, windows=_windows_if_used),
+    "qwen3": ModelType(
+        "Qwen3",
+        defaults=_QWEN | {"head_dim": 128},
+        unsupported_switches=("attention_bias",),
+        qk_norm=True,
+        windows=_windows_if_used,
+    ),
 }

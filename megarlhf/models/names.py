@@ -97,6 +97,7 @@ def _written(weight: Weight, architecture: Architecture, index: int, layer: int)
         "ffn": architecture.ffn_hidden_size,
         "q": architecture.num_heads * architecture.head_dim,
         "kv": architecture.num_kv_groups * architecture.head_dim,
+        "head": architecture.head_dim,
         "vocabulary": architecture.vocab_size,
         "one": 1,
     }

@@ -13,19 +13,25 @@ from megarlhf.models.attention import SDPACoreAttention, SelfAttention
 from megarlhf.models.norm import RMSNorm
 
 
-def layer_spec() -> ModuleSpec:
-    """One pre-norm layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp."""
+def layer_spec(qk_norm: bool = False) -> ModuleSpec:
+    """One pre-norm layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp.
+
+    With `qk_norm` attention has q_layernorm and k_layernorm too, over the dimension of a head.
+    """
     spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     spec.submodules.self_attention.module = SelfAttention
-    spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
 
-def block_spec(num_layers: int) -> TransformerBlockSubmodules:
+def block_spec(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
     """`num_layers` layers and a final norm (built on the last stage only).
 
     The list of layers is what allows uneven stages: given one layer, megatron-core divides num_layers by pp and drops
     what is left over.
     """
-    return TransformerBlockSubmodules(layer_specs=[layer_spec()] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm)

@@ -28,6 +28,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
         hidden_dropout=dropout,
         attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,

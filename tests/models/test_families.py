@@ -11,11 +11,14 @@ from megarlhf.config.layout import Layout
 from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.forward import full_logits, packed_forward, values
+from megarlhf.models.lora import adapters, merged_parameters
 from megarlhf.models.model_types import MODEL_TYPES
 from tests import tiny
 from tests.distributed.pool import run_on_ranks
 from tests.families import FAMILIES, VARIANTS
 from tests.models.helpers import load, load_on_rank, random_rows, reference_logits, stream, through_stages
+from tests.models.test_lora import adapted_model, put
+from tests.models.test_lora import logits as adapted_logits
 
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(tp=4, sp=True)]
 SIZES = {"hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 9}
@@ -87,7 +90,14 @@ def changed_weights(folder, target, word, change):
 
 
 @pytest.mark.parametrize(
-    "variant, word", [("qwen2", "q_proj.bias"), ("qwen2", "k_proj.bias"), ("qwen2", "v_proj.bias")]
+    "variant, word",
+    [
+        ("qwen2", "q_proj.bias"),
+        ("qwen2", "k_proj.bias"),
+        ("qwen2", "v_proj.bias"),
+        ("qwen3", "q_norm"),
+        ("qwen3", "k_norm"),
+    ],
 )
 def test_a_wrong_small_weight_would_be_caught(variant, word, folders, alone, tmp_path):
     wrong = changed_weights(folders[variant], tmp_path / "wrong", word, lambda tensor: tensor.roll(1))
@@ -125,6 +135,14 @@ def table(model):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_merged_adapters_are_the_same_function(variant, folders, alone):
+    model, other = adapted_model(folders[variant], alone), load(folders[variant], alone)
+    assert len(adapters(model)) == 4 * model.architecture.num_layers
+    put(other, merged_parameters(model))
+    assert torch.allclose(adapted_logits(model), adapted_logits(other), atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_config_that_transformers_saved_again_means_the_same(variant, folders, tmp_path):
     import transformers
 
@@ -147,7 +165,7 @@ def test_absent_fields_take_the_defaults_of_transformers(family):
     assert names["model.layers.0.self_attn.q_proj.weight"].shape[0] == found.num_heads * found.head_dim
 
 
-@pytest.mark.parametrize("family", ["qwen2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_window_is_read_where_transformers_reads_one(family):
     config = {**tiny.tiny_config(family=family), "sliding_window": 5, "use_sliding_window": False}
     assert Architecture.from_hf(config).family == family

@@ -2,6 +2,7 @@
 
 from megarlhf.models.families.llama import LLAMA
 from megarlhf.models.families.qwen2 import QWEN2
+from megarlhf.models.families.qwen3 import QWEN3
 from megarlhf.models.names import Family
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2}
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}

@@ -1,6 +1,6 @@
 """Llama: every weight of the model, by its local name and its Hugging Face names.
 
-Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), vocabulary, one.
+Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), head, vocabulary, one.
 """
 
 from megarlhf.models.names import Cut, Family, Weight
