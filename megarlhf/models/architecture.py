@@ -53,6 +53,8 @@ class Architecture:
     num_labels: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None for itself and all before it."""
     initializer_range: float = field(default=0.02, compare=False)
 
     @classmethod
@@ -95,6 +97,7 @@ class Architecture:
             num_labels=_num_labels(config),
             qkv_bias=kind.qkv_bias,
             qk_norm=kind.qk_norm,
+            window=kind.windows(config)[0],
             initializer_range=config.get("initializer_range", 0.02),
         )
 
@@ -209,6 +212,12 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
     counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
     problems += found(("rms_norm_eps", "rope_theta"), lambda value: type(value) in (int, float), "a number")
+    if "sliding_window" in MODEL_TYPES[config["model_type"]].defaults:
+        problems += found(("sliding_window",), lambda value: type(value) is int and value > 0, "a whole number above 0")
+        problems += found(("max_window_layers",), lambda value: type(value) is int, "a whole number")
+        kinds = ("full_attention", "sliding_attention")
+        words = f"a list of {' and '.join(kinds)}"
+        problems += found(("layer_types",), lambda value: isinstance(value, list) and set(value) <= set(kinds), words)
     problems += found(("rope_scaling", "rope_parameters"), lambda value: isinstance(value, dict), "an object")
     return problems + found(("architectures",), lambda value: isinstance(value, list), "a list of names")
 
@@ -233,8 +242,12 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
 
 
 def _unsupported_windows(config: dict[str, Any]) -> list[str]:
-    if any(MODEL_TYPES[config["model_type"]].windows(config)):
-        return ["use_sliding_window true is not supported: every layer attends to all tokens before"]
+    windows, num_layers = MODEL_TYPES[config["model_type"]].windows(config), config["num_hidden_layers"]
+    if len(windows) != num_layers:
+        return [f"layer_types names {len(windows)} layers, num_hidden_layers is {num_layers}"]
+    if len(set(windows)) > 1:
+        some = sum(window is not None for window in windows)
+        return [f"sliding_window in {some} of {num_layers} layers is not supported; supported: in all or in none"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Self-attention on `scaled_dot_product_attention`: grouped queries, plain batches and packed rows.
+"""Self-attention on `scaled_dot_product_attention`: grouped queries, sliding windows, plain and packed rows.
 
 Packed rows are one stream of tokens, [N, 1, ...]: `PackedSeqParams.cu_seqlens_q` (on the host) says where rows begin.
 A row attends only to itself. Rotary positions come from outside, one per token, so nothing here depends on packing but
@@ -73,6 +73,7 @@ class SDPACoreAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self,
@@ -108,12 +109,41 @@ class SDPACoreAttention(torch.nn.Module):
         return self._kernel(query, key, value, 0.0)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        return causal_attention(query, key, value, self.window, dropout, self.softmax_scale)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T) v, where a token sees itself and the `window` - 1 tokens before it, or all of them.
+
+    Query [B, heads, S, D], key and value [B, groups, S, D] -> [B, heads, S, D]. `scale` is 1/sqrt(D) by default.
+    """
+    length, is_grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if window is None or length <= window:
         return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
+    if is_grouped:
+        # Of torch's fused kernels on a GPU, those that take a mask do not take grouped heads.
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    positions, blocks = torch.arange(length, device=query.device), []
+    for start in range(0, length, window):  # so that a mask has 2 * window^2 elements, not length^2
+        first, stop = max(start - window + 1, 0), min(start + window, length)
+        behind = positions[start:stop, None] - positions[first:stop]
+        blocks.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, first:stop],
+                value[:, :, first:stop],
+                attn_mask=(behind >= 0) & (behind < window),
+                dropout_p=dropout,
+                scale=scale,
+            )
+        )
+    return torch.cat(blocks, dim=2)

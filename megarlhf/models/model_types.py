@@ -15,6 +15,10 @@ def _all_tokens(config: Mapping[str, Any]) -> Windows:
     return (None,) * config["num_hidden_layers"]
 
 
+def _windows(config: Mapping[str, Any]) -> Windows:
+    return (config["sliding_window"],) * config["num_hidden_layers"]
+
+
 def _windows_if_used(config: Mapping[str, Any]) -> Windows:
     """`use_sliding_window` switches `sliding_window` on, for the layers that `layer_types` or `max_window_layers` say.
 
@@ -44,6 +48,7 @@ class ModelType:
     qk_norm: bool = False
     """Each head of query and key is normed, over its own dimension, before rotary embedding."""
     windows: Callable[[Mapping[str, Any]], Windows] = _all_tokens
+    """How far the layers of a config (with its defaults) look back."""
 
 
 _QWEN = {
@@ -63,5 +68,10 @@ MODEL_TYPES: dict[str, ModelType] = {
         unsupported_switches=("attention_bias",),
         qk_norm=True,
         windows=_windows_if_used,
+    ),
+    "mistral": ModelType(
+        "Mistral",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        windows=_windows,
     ),
 }

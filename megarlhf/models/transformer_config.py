@@ -29,6 +29,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
+        # megatron-core counts the tokens before, not the token itself.
+        window_size=None if architecture.window is None else (architecture.window - 1, 0),
         hidden_dropout=dropout,
         attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,

@@ -4,21 +4,23 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarlhf.models.attention import causal_attention
 from megarlhf.models.spec import layer_spec
 
 QUERIES, GROUPS, SIZE = 6, 2, 5
 
 
-def slow_attention(query, key, value):
+def slow_attention(query, key, value, window=100):
     """[S, heads, D], position by position and head by head, in float64."""
     query, key, value = query.double(), key.double(), value.double()
     out = torch.zeros(query.shape[0], QUERIES, SIZE, dtype=torch.float64)
     for position in range(query.shape[0]):
         for head in range(QUERIES):
             group = head // (QUERIES // GROUPS)
-            scores = [query[position, head] @ key[t, group] / math.sqrt(SIZE) for t in range(position + 1)]
+            seen = range(max(position - window + 1, 0), position + 1)
+            scores = [query[position, head] @ key[t, group] / math.sqrt(SIZE) for t in seen]
             weights = torch.stack(scores).softmax(0)
-            out[position, head] = sum(w * value[t, group] for t, w in enumerate(weights))
+            out[position, head] = sum(w * value[t, group] for t, w in zip(seen, weights, strict=True))
     return out.flatten(1)
 
 
@@ -44,6 +46,16 @@ def test_attention_equals_a_slow_loop_on_every_row_of_a_batch(core):
     for row in range(2):
         expected = slow_attention(query[:, row], key[:, row], value[:, row])
         assert torch.allclose(found[:, row].double(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 10, 11, 12])
+def test_in_a_window_a_token_sees_itself_and_those_just_before_it(window):
+    torch.manual_seed(0)
+    query = torch.randn(1, QUERIES, 11, SIZE)
+    key, value = torch.randn(2, 1, GROUPS, 11, SIZE)
+    found = causal_attention(query, key, value, window)[0].transpose(0, 1).flatten(1)
+    expected = slow_attention(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)), window)
+    assert torch.allclose(found.double(), expected, atol=1e-6)
 
 
 def test_packed_rows_attend_only_to_themselves(core):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.steps import Steps
+from megarlhf.models.attention import causal_attention
 from megarlhf.models.build import Model
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,9 +52,7 @@ def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int
     def attend(_layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = pad(key), pad(value)
         layers.append(torch.stack([keys, values]))
-        context = F.scaled_dot_product_attention(
-            pad(query), keys, values, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        context = causal_attention(pad(query), keys, values, model.architecture.window)
         return context.transpose(1, 2).flatten(0, 1)[places].flatten(1)
 
     hidden = _run_stage(model, steps, tokens, positions, attend)
@@ -69,9 +68,12 @@ def decode(
 
     `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
     """
-    dtype = cache.blocks.dtype
-    beyond = torch.arange(longest, device=lengths.device) > lengths[:, None]
-    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)[:, None, None]
+    dtype, window = cache.blocks.dtype, model.architecture.window
+    places = torch.arange(longest, device=lengths.device)
+    unseen = places > lengths[:, None]
+    if window is not None:
+        unseen |= places <= lengths[:, None] - window
+    mask = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device).masked_fill_(unseen, -torch.inf)[:, None, None]
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache.append(layer, key, value, lengths)

@@ -1,8 +1,8 @@
-"""One name table per architecture family, found by the `model_type` of config.json."""
+"""One name table per architecture family, found by the `model_type` of config.json. Mistral's names are Llama's."""
 
 from megarlhf.models.families.llama import LLAMA
 from megarlhf.models.families.qwen2 import QWEN2
 from megarlhf.models.families.qwen3 import QWEN3
 from megarlhf.models.names import Family
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": LLAMA}
