@@ -5,6 +5,7 @@ megatron-core's global parallel_state stays uninitialised: every model, optimize
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,7 @@ def build_groups(layout: Layout, world_size: int) -> Groups:
     if world_size != dist.get_world_size():
         raise ValueError(f"groups for {world_size} ranks asked for in a world of {dist.get_world_size()}")
     grid, rank = Grid(layout, world_size), dist.get_rank()
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
-    mine = {axis: _make(grid.groups(axis), rank, made) for axis in _COLLECTION_AXES}
+    mine = {axis: _make(grid.groups(axis), rank) for axis in _COLLECTION_AXES}
     collection = ProcessGroupCollection(**mine)
     collection.intra_dp_cp = collection.dp_cp
     collection.intra_expt_dp = collection.expt_dp
@@ -110,12 +110,20 @@ def seed_dropout(groups: Groups, seed: int) -> None:
     torch.manual_seed(derive_seed(seed, "residuals", place.dp, place.pp))
 
 
-def _make(groups: list[list[int]], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+def _make(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
     """Make those of `groups` that are not made yet (collective); returns the one that holds `rank`."""
-    for ranks in groups:
-        if tuple(ranks) not in made:
-            made[tuple(ranks)] = dist.new_group(ranks)
-    return next(made[tuple(ranks)] for ranks in groups if rank in ranks)
+    made = {tuple(ranks): _process_group(dist.group.WORLD, tuple(ranks)) for ranks in groups}
+    return next(group for ranks, group in made.items() if rank in ranks)
+
+
+@cache
+def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks (collective over `world`, the first time).
+
+    Models of one world whose layouts put the same ranks together share the group: each costs threads or a communicator
+    with its buffers. All ranks build the same layouts in the same order, so that they find the same groups made.
+    """
+    return world if len(ranks) == world.size() else dist.new_group(list(ranks))
 
 
 def _share_global_buffer() -> None:
