@@ -1,10 +1,6 @@
-"""Whole tensors on one rank, which writes them: the others send their boxes, and its failure is everybody's.
-
-A folder appears under its name only when whole: it is written beside it as `partial`, then renamed.
-"""
+"""Whole tensors on one rank, which writes them: the others send their boxes, and its failure is everybody's."""
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +14,9 @@ from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, Piece, whole
 from megarlhf.weights.exchange import DTYPES, exchange
 from megarlhf.weights.local_map import Key
+from megarlhf.weights.partial import finish_folder as finish_folder
+from megarlhf.weights.partial import partial_of as partial_of
+from megarlhf.weights.partial import start_folder as start_folder
 from megarlhf.weights.plan import plan_transfers
 from megarlhf.weights.transfers import Holding
 
@@ -69,37 +68,8 @@ def _only(holding: Holding, names: set[str]) -> Holding:
     return {key: LocalTensor(holding[key].shape, tuple(pieces)) for key, pieces in kept.items() if pieces}
 
 
-def partial_of(path: Path) -> Path:
-    """Where the folder `path` is while it is written."""
-    return path.parent / f".{path.name}.partial"
-
-
-def start_folder(path: Path, num_bytes: int, replace: bool) -> None:
-    """Make the partial folder. Everything that can be known to fail is found before the ranks send anything."""
-    partial = partial_of(path)
-    if path.exists() and not replace and (path.is_file() or any(path.iterdir())):
-        raise CheckpointError(f"{path}: is there already; export to a new folder, or remove this one first")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"{path}: the export needs {num_bytes} bytes, {free} are free; make room or choose another disk"
-        )
-
-
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write one safetensors file, down to the disk."""
     save_file(tensors, file, metadata={"format": "pt"})
     with file.open("rb") as written:
         os.fsync(written.fileno())
-
-
-def finish_folder(path: Path) -> None:
-    """The partial folder takes its name, in place of a folder that is to be replaced."""
-    replaced = path.parent / f".{path.name}.replaced"
-    if path.exists():
-        path.rename(replaced)
-    partial_of(path).rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -3,7 +3,6 @@
 All files are checked against what the model needs, by their headers, before any weight changes.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, num_elements, slices
 from megarlhf.weights.folder import SafetensorsFolder
 from megarlhf.weights.local_map import hf_shapes, local_map
+from megarlhf.weights.match import left_over, require_match, require_tied_copy
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ def load_weights(model: Model, path: str | Path, *, new_value_head: bool = False
 def _load(model: Model, folder: SafetensorsFolder, new_value_head: bool) -> LoadReport:
     wanted = hf_shapes(model.architecture, model.head)
     new = _new_head(folder, model.architecture, model.head, new_value_head)
-    ignored = _ignored(folder, model.architecture, wanted, new)
-    _require_match(folder, {name: shape for name, shape in wanted.items() if name not in new}, ignored, model.head)
+    ignored = left_over(folder, model.architecture, wanted, new)
+    require_match(folder, {name: shape for name, shape in wanted.items() if name not in new}, ignored, model.head)
     held = local_map(model.architecture, model.groups.layout, model.groups.coordinates, model.head)
     parameters = base_parameters(model)
     assert_same_parameters(held, parameters)
-    _require_tied_copy(folder, model.architecture, ignored, held.values())
+    require_tied_copy(folder, model.architecture, ignored, held.values())
     bytes_read = sum(_fill(parameters[key], tensor, folder, new) for key, tensor in held.items())
     return LoadReport(len(wanted), bytes_read, tuple(sorted(ignored)), bool(new))
 
@@ -84,56 +84,6 @@ def _new_head(folder: SafetensorsFolder, architecture: Architecture, head: Head,
             "(a critic that is to be trained may start from a language model with a new value head)"
         )
     return {name}
-
-
-def _ignored(folder: SafetensorsFolder, architecture: Architecture, wanted: dict, new: set[str]) -> set[str]:
-    """Allowed left-overs: derived buffers, a second copy of tied embeddings, the head that a new one replaces."""
-    family = FAMILIES[architecture.family]
-    left_over = set(folder.names) - set(wanted)
-    derived = {name for name in left_over if name.endswith(family.ignored_suffixes)}
-    output = {family.output.hf[0]} & left_over if architecture.tied or new else set()
-    return derived | output
-
-
-def _require_match(
-    folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]], ignored: set[str], head: Head
-) -> None:
-    found = set(folder.names)
-    problems = [f"{folder.path}: {name} {list(wanted[name])} is missing" for name in wanted if name not in found]
-    for name in sorted(found - set(wanted) - ignored):
-        problems.append(
-            f"{folder.path / folder.file_of(name)}: holds {name} {list(folder.shape(name))}, which is no part of this "
-            f"model with a {head} head"
-        )
-    for name, shape in wanted.items():
-        if name in found and folder.shape(name) != shape:
-            problems.append(
-                f"{folder.path / folder.file_of(name)}: {name} has shape {list(folder.shape(name))}, config.json says "
-                f"{list(shape)}"
-            )
-        elif name in found:
-            folder.dtype(name)
-    if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        move = "the folder's weights and config.json are of different models; use a matching pair"
-        raise CheckpointError("\n".join([*problems[:20], *more, move]))
-
-
-def _require_tied_copy(
-    folder: SafetensorsFolder, architecture: Architecture, ignored: set[str], held: Iterator[LocalTensor]
-) -> None:
-    """A second copy of tied embeddings must be a copy: this rank compares the rows that it holds."""
-    family = FAMILIES[architecture.family]
-    embedding, output = family.embedding.hf[0], family.output.hf[0]
-    if not (architecture.tied and output in ignored):
-        return
-    boxes = [piece.source for tensor in held for piece in tensor.pieces if piece.hf_name == embedding]
-    for box in boxes:
-        if not torch.equal(folder.read(embedding, box), folder.read(output, box)):
-            raise CheckpointError(
-                f"{folder.path}: config.json ties the embeddings, but {output} differs from {embedding}; set "
-                "tie_word_embeddings to false in config.json, or remove the tensor"
-            )
 
 
 def _fill(parameter: torch.nn.Parameter, tensor: LocalTensor, folder: SafetensorsFolder, new: set[str]) -> int:

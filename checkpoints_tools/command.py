@@ -1,0 +1,75 @@
+"""What all commands share: their arguments, and errors that become one message and an exit code.
+
+Exit codes: 0 done, 1 failed (or `compare` found a difference), 2 bad input.
+"""
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megarlhf.config.layout import Layout
+from megarlhf.errors import MegarlhfError
+from megarlhf.telemetry.status import DONE as DONE
+from megarlhf.telemetry.status import FAILED, exit_code
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser whose help opens with the command's idea."""
+    return argparse.ArgumentParser(description=description.strip().splitlines()[0])
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, as an argument's type."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return number
+
+
+def add_conversion(arguments: argparse.ArgumentParser) -> None:
+    """SRC DST --config --workers --dtype."""
+    arguments.add_argument("source", metavar="SRC", help="folder to read")
+    arguments.add_argument("target", metavar="DST", help="folder to write; must not be there yet")
+    add_config(arguments)
+    arguments.add_argument("--workers", type=positive, default=1, help="threads, one tensor in memory each")
+    arguments.add_argument("--dtype", choices=DTYPES, help="cast weights (by default they stay as they are)")
+
+
+def add_config(arguments: argparse.ArgumentParser, flag: str = "--config") -> None:
+    """The folder with a config.json."""
+    arguments.add_argument(flag, metavar="FOLDER", help="folder with config.json, for a checkpoint that has none")
+
+
+def add_layout(arguments: argparse.ArgumentParser) -> None:
+    """--tp --pp."""
+    for name, words in (("tp", "tensor"), ("pp", "pipeline")):
+        arguments.add_argument(f"--{name}", type=positive, default=1, help=f"{words} ranks to cut blocks and files for")
+
+
+def layout(arguments: argparse.Namespace) -> Layout:
+    """The layout that --tp and --pp say."""
+    return Layout(tp=arguments.tp, pp=arguments.pp)
+
+
+def run(main: Callable[[Sequence[str] | None], int]) -> None:
+    """Run a command as a process."""
+    sys.exit(guarded(main, None))
+
+
+def guarded(main: Callable[[Sequence[str] | None], int], words: Sequence[str] | None) -> int:
+    """The exit code of a command; its errors go to standard error, a line each."""
+    try:
+        return main(words)
+    except MegarlhfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+    except OSError as error:
+        move = "; the unfinished folder is removed: make room or choose another disk" if error.errno in _FULL else ""
+        print(f"error: {error}{move}", file=sys.stderr)
+        return FAILED

@@ -1,0 +1,61 @@
+"""A folder's tensors against what a model needs: nothing missing, nothing left over, every shape as its config says."""
+
+from collections.abc import Iterable
+
+import torch
+
+from megarlhf.errors import CheckpointError
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.families import FAMILIES
+from megarlhf.models.names import Head
+from megarlhf.weights.boxes import LocalTensor
+from megarlhf.weights.folder import SafetensorsFolder
+
+
+def left_over(folder: SafetensorsFolder, architecture: Architecture, wanted: dict, new: set[str]) -> set[str]:
+    """Allowed left-overs: derived buffers, a second copy of tied embeddings, the head that a new one replaces."""
+    family = FAMILIES[architecture.family]
+    others = set(folder.names) - set(wanted)
+    derived = {name for name in others if name.endswith(family.ignored_suffixes)}
+    output = {family.output.hf[0]} & others if architecture.tied or new else set()
+    return derived | output
+
+
+def require_match(folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]], ignored: set[str], head: Head) -> None:
+    """Raise CheckpointError listing every tensor that is missing, left over, of another shape or of no usable dtype."""
+    found = set(folder.names)
+    problems = [f"{folder.path}: {name} {list(wanted[name])} is missing" for name in wanted if name not in found]
+    for name in sorted(found - set(wanted) - ignored):
+        problems.append(
+            f"{folder.path / folder.file_of(name)}: holds {name} {list(folder.shape(name))}, which is no part of this "
+            f"model with a {head} head"
+        )
+    for name, shape in wanted.items():
+        if name in found and folder.shape(name) != shape:
+            problems.append(
+                f"{folder.path / folder.file_of(name)}: {name} has shape {list(folder.shape(name))}, config.json says "
+                f"{list(shape)}"
+            )
+        elif name in found:
+            folder.dtype(name)
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        move = "the folder's weights and config.json are of different models; use a matching pair"
+        raise CheckpointError("\n".join([*problems[:20], *more, move]))
+
+
+def require_tied_copy(
+    folder: SafetensorsFolder, architecture: Architecture, ignored: set[str], held: Iterable[LocalTensor]
+) -> None:
+    """A second copy of tied embeddings must be a copy: this rank compares the rows that it holds."""
+    family = FAMILIES[architecture.family]
+    embedding, output = family.embedding.hf[0], family.output.hf[0]
+    if not (architecture.tied and output in ignored):
+        return
+    boxes = [piece.source for tensor in held for piece in tensor.pieces if piece.hf_name == embedding]
+    for box in boxes:
+        if not torch.equal(folder.read(embedding, box), folder.read(output, box)):
+            raise CheckpointError(
+                f"{folder.path}: config.json ties the embeddings, but {output} differs from {embedding}; set "
+                "tie_word_embeddings to false in config.json, or remove the tensor"
+            )

@@ -1,0 +1,35 @@
+"""A folder appears under its name only when whole: it is written beside it as `partial`, then renamed."""
+
+import shutil
+from pathlib import Path
+
+from megarlhf.errors import CheckpointError
+
+
+def partial_of(path: Path) -> Path:
+    """Where the folder `path` is while it is written."""
+    return path.parent / f".{path.name}.partial"
+
+
+def start_folder(path: Path, num_bytes: int, replace: bool) -> None:
+    """Make the partial folder. Everything that can be known to fail is found before the ranks send anything."""
+    partial = partial_of(path)
+    if path.exists() and not replace and (path.is_file() or any(path.iterdir())):
+        raise CheckpointError(f"{path}: is there already; export to a new folder, or remove this one first")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    free = shutil.disk_usage(partial).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{path}: the export needs {num_bytes} bytes, {free} are free; make room or choose another disk"
+        )
+
+
+def finish_folder(path: Path) -> None:
+    """The partial folder takes its name, in place of a folder that is to be replaced."""
+    replaced = path.parent / f".{path.name}.replaced"
+    if path.exists():
+        path.rename(replaced)
+    partial_of(path).rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)

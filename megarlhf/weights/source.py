@@ -1,0 +1,56 @@
+"""A model on disk, whichever way it is stored: a Hugging Face folder, or a megatron-core distributed checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.names import Head
+from megarlhf.weights.boxes import LocalTensor, Piece, num_elements, whole
+from megarlhf.weights.folder import SafetensorsFolder
+from megarlhf.weights.local_map import hf_shapes
+from megarlhf.weights.match import left_over, require_match, require_tied_copy
+from megarlhf.weights.megatron_folder import MegatronFolder
+from megarlhf.weights.torch_dist import METADATA_NAME
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors by Hugging Face name, and what they make up. `config_folder` has config.json, tokenizer and the like."""
+
+    tensors: SafetensorsFolder | MegatronFolder
+    architecture: Architecture
+    head: Head
+    config_folder: Path
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model with its shape, in the order of the network."""
+        return hf_shapes(self.architecture, self.head)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(
+            num_elements(whole(shape)) * self.tensors.dtype(name).itemsize for name, shape in self.shapes.items()
+        )
+
+
+def open_source(path: str | Path, config: str | Path | None = None) -> Source:
+    """Open a model and check it against its config.json, by headers only (a tied copy is read).
+
+    `config` stands in for a checkpoint's own folder when that has no config.json. Raises CheckpointError listing
+    everything that is missing, left over or of another shape.
+    """
+    path = Path(path)
+    if (path / METADATA_NAME).is_file():
+        folder = MegatronFolder(path, config)
+        return Source(folder, folder.architecture, folder.head, folder.config_folder)
+    tensors, config_folder = SafetensorsFolder(path), Path(config) if config is not None else path
+    architecture = Architecture.from_folder(config_folder)
+    head: Head = "value" if architecture.num_labels else "vocabulary"
+    shapes = hf_shapes(architecture, head)
+    ignored = left_over(tensors, architecture, shapes, set())
+    require_match(tensors, shapes, ignored, head)
+    everything = [LocalTensor(shape, (Piece(name, whole(shape), whole(shape)),)) for name, shape in shapes.items()]
+    require_tied_copy(tensors, architecture, ignored, everything)
+    return Source(tensors, architecture, head, config_folder)
