@@ -34,6 +34,7 @@ def write_safetensors(
             tensor = read(name).to(dtype).contiguous()
             assert tuple(tensor.shape) == shape, f"{name}: read {tuple(tensor.shape)}, the header says {shape}"
             stream.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            del tensor  # or it would live on while the next one is read
         stream.flush()
         os.fsync(stream.fileno())
 

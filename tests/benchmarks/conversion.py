@@ -16,7 +16,9 @@ import torch
 
 from megarlhf.config.layout import Layout
 from megarlhf.weights.convert import write_hugging_face, write_megatron
+from megarlhf.weights.report import compare
 from megarlhf.weights.safetensors_file import write_safetensors
+from megarlhf.weights.source import open_source
 from tests.tiny import tiny_config, tiny_shapes
 
 
@@ -81,8 +83,8 @@ def main() -> None:
             name = f"to Megatron tp{layout.tp} pp{layout.pp}"
             measured(name, lambda: write_megatron(at / "hf", target, layout, workers=given.workers))  # noqa: B023
         measured("to Hugging Face", lambda: write_hugging_face(target, at / "back", workers=given.workers))
-        same = (at / "hf/model.safetensors").read_bytes() == (at / "back/model.safetensors").read_bytes()
-        print("every byte is the same" if same else "THE FILES DIFFER")
+        differences = compare(open_source(at / "hf"), open_source(at / "back"))
+        print(differences or "every bit of every tensor is the same")
     finally:
         shutil.rmtree(at, ignore_errors=True)
 
