@@ -38,7 +38,7 @@ $(ASSETS): examples/make_assets.py | $(INSTALLED)
 	@touch $@
 
 quickstart: $(INSTALLED) $(ASSETS)
-	$(VENV)/bin/torchrun --nproc-per-node 2 -m megarlhf ppo examples/quickstart.yaml
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m megarlhf ppo examples/quickstart.yaml --run.overwrite true
 
 test: $(INSTALLED) $(ASSETS)
 	$(VENV)/bin/python -m pytest -q

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarlhf chat", description=SUMMARY)
     parser.add_argument("model", help="Hugging Face model folder")
     parser.add_argument("--plain", action="store_true", help="continue each line as it is, without the chat template")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the most likely token")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="an answer is cut here")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     return parser

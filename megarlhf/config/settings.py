@@ -197,7 +197,7 @@ class CorpusRun:
     seed: int = 0
     """Seed of shuffling and sampling."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only the export at the end."""
+    """Steps between exports of the weights to checkpoints/step_N; 0: only at the end. Runs cannot be resumed yet."""
     sample_texts: int = 4
     """Texts written to samples.jsonl per step."""
     tensorboard: bool = True
