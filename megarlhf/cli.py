@@ -46,20 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """`main` as a process: ends it with the exit code.
+    """`main` as a process: ends it with the exit code, at once.
 
-    After a failure it ends at once. The process group may still have threads that wait for a lost peer; leaving them to
-    the interpreter's end can take minutes, or abort with another code. A launcher kills all ranks when the first one
-    ends, so that a rank which leaves settings errors to another one to tell (`_print_error`) lets it go first.
+    Process groups have threads, which after a failure wait for a lost peer; leaving them to the interpreter's end can
+    take minutes, or abort with another code though all went well. A launcher kills all ranks when the first one ends,
+    so that a rank which leaves settings errors to another one to tell (`_print_error`) lets it go first.
     """
     code = main()
     if code == BAD_INPUT and not _is_first_here():
         time.sleep(_LET_FIRST_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code != DONE:
-        os._exit(code)
-    sys.exit(code)
+    logging.shutdown()
+    os._exit(code)
 
 
 def command_summaries() -> dict[str, str]:

@@ -33,8 +33,9 @@ def launched_world_size() -> int:
 
 
 def leave_world() -> None:
-    """Leave the process group of all ranks, if it was joined."""
+    """Leave the process group of all ranks, if it was joined, when all are about to. Collective over the world."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
