@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
+from megarlhf.algorithms.schedule import updates_per_step
 from megarlhf.config.runs import OnlineRun, PPORun
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.prompts import read_prompts
@@ -37,7 +38,7 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
     spans = Spans(device.synchronize)
     actor_model = workshop.model(cast["actor"])
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint)
-    updates = settings.run.steps * settings.algorithm.num_epochs * settings.algorithm.num_minibatches
+    updates = settings.run.steps * updates_per_step(settings.algorithm)
     actor = learner(actor_model, settings.actor, updates)
     learners: dict[str, Learner] = {}
     if isinstance(settings, PPORun):

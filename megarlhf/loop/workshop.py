@@ -3,8 +3,6 @@
 import logging
 from dataclasses import dataclass, field
 
-import torch
-
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Critic, Reference, Trainee
 from megarlhf.engines.learner import Learner
@@ -18,11 +16,10 @@ from megarlhf.parallel.groups import Groups, build_groups, seed_dropout
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
 from megarlhf.residency.snapshot import Snapshot
+from megarlhf.weights.exchange import DTYPES
 from megarlhf.weights.load import load_weights
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass

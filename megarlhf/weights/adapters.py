@@ -22,8 +22,9 @@ from megarlhf.models.names import Head, Weight, stage_weights
 from megarlhf.parallel.grid import Coordinates, Grid
 from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, Piece, num_elements, slices, whole
-from megarlhf.weights.gather import finish_folder, gather, on_writer, partial_of, save_tensors, start_folder
+from megarlhf.weights.gather import gather, on_writer, save_tensors
 from megarlhf.weights.local_map import Key, local_map
+from megarlhf.weights.partial import finish_folder, partial_of, start_folder
 from megarlhf.weights.plan import BUCKET_BYTES
 from megarlhf.weights.transfers import Holding
 

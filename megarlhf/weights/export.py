@@ -16,13 +16,13 @@ from megarlhf.models.families import FAMILIES
 from megarlhf.models.lora import merged_parameters
 from megarlhf.weights.boxes import num_elements, whole
 from megarlhf.weights.exchange import DTYPES
-from megarlhf.weights.folder import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
-from megarlhf.weights.gather import finish_folder, gather, on_writer, partial_of, save_tensors, start_folder
+from megarlhf.weights.folder import INDEX_NAME, SafetensorsFolder
+from megarlhf.weights.gather import gather, on_writer, save_tensors
 from megarlhf.weights.hf_config import copy_companions, exported_config
 from megarlhf.weights.local_map import Key, hf_shapes
+from megarlhf.weights.partial import finish_folder, partial_of, start_folder
 from megarlhf.weights.plan import BUCKET_BYTES, holdings
-
-MAX_SHARD_BYTES = 5 * 2**30
+from megarlhf.weights.safetensors_file import MAX_SHARD_BYTES, shards
 
 
 def export_model(
@@ -49,7 +49,7 @@ def export_model(
     held = holdings(model.architecture, model.groups.layout, group.size(), model.head)
     device = next(iter(model.named_parameters().values())).device
     on_writer(lambda: _start(path, source, sum(sizes.values()), replace), group)
-    files = _shards(sizes, max_shard_bytes)
+    files = shards(sizes, max_shard_bytes)
     for file, names in files.items():
         wanted = {name: shapes[name] for name in names}
         gathered = gather(wanted, held, tensors, lambda name: _dtype(model, name), group, device, bucket_bytes)
@@ -73,21 +73,6 @@ def _dtype(model: Model, hf_name: str) -> Precision:
     """A value head is float32 whatever the model is."""
     is_head = hf_name == FAMILIES[model.architecture.family].value_head.hf[0]
     return "float32" if is_head or model.dtype == torch.float32 else "bfloat16"
-
-
-def _shards(sizes: dict[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
-    """file name -> tensors in it, filled in order; a tensor larger than the limit has a file of its own."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    if len(shards) == 1:
-        return {SINGLE_NAME: shards[0]}
-    return {f"model-{place + 1:05d}-of-{len(shards):05d}.safetensors": names for place, names in enumerate(shards)}
 
 
 def _finish(model: Model, files: dict[str, list[str]], source: Path, path: Path) -> None:

@@ -14,9 +14,6 @@ from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, Piece, whole
 from megarlhf.weights.exchange import DTYPES, exchange
 from megarlhf.weights.local_map import Key
-from megarlhf.weights.partial import finish_folder as finish_folder
-from megarlhf.weights.partial import partial_of as partial_of
-from megarlhf.weights.partial import start_folder as start_folder
 from megarlhf.weights.plan import plan_transfers
 from megarlhf.weights.transfers import Holding
 
