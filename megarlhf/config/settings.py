@@ -12,6 +12,7 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
 
 Precision = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Trainee:
     """Precision of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one training or scoring micro-batch (a longer sequence is a micro-batch of its own)."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping it: none; selective, the feed-forward of each layer;
+    full, whole layers, of which only the inputs are kept (about a third more computation)."""
     lora: LoRA = LoRA()
     """Adapters that are trained in place of the model."""
     dropout: float = 0.0
@@ -83,6 +87,8 @@ class Critic:
     """Precision of weights and activations; the value head is always float32."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping it, as for the actor."""
     lora: LoRA = LoRA()
     """Adapters that are trained in place of the model; the value head is always trained."""
 

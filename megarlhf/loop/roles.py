@@ -8,7 +8,7 @@ from typing import TypeVar
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
-from megarlhf.config.settings import Critic, Precision, Trainee
+from megarlhf.config.settings import Critic, Precision, Recompute, Trainee
 from megarlhf.errors import MegarlhfError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
@@ -30,6 +30,8 @@ class Role:
     lora: LoRA = LoRA()
     """Adapters to train in place of the model."""
     dropout: float = 0.0
+    """While training."""
+    recompute: Recompute = "none"
     """While training."""
 
 
@@ -65,7 +67,7 @@ def _online(settings: OnlineRun) -> list[Role]:
 
 def _trained(name: str, folder: str, layout: Layout, head: Head, section: Trainee | Critic) -> Role:
     dropout = section.dropout if isinstance(section, Trainee) else 0.0
-    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora, dropout)
+    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora, dropout, section.recompute)
 
 
 def attempt(call: Callable[[], Value], violations: list[str], setting: str) -> Value | None:

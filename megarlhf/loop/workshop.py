@@ -40,7 +40,15 @@ class Workshop:
         architecture = Architecture.from_folder(role.folder)
         dtype = DTYPES[role.dtype]
         groups = self.groups[role.layout]
-        model = build_model(architecture, groups, head=role.head, dtype=dtype, seed=None, dropout=role.dropout)
+        model = build_model(
+            architecture,
+            groups,
+            head=role.head,
+            dtype=dtype,
+            seed=None,
+            dropout=role.dropout,
+            recompute=role.recompute,
+        )
         if role.dropout:
             seed_dropout(groups, self.seed)
         if load:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megarlhf.config.layout import Layout
+from megarlhf.config.settings import Recompute
 from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.gpt import GPT
@@ -52,16 +53,18 @@ def build_model(
     dtype: torch.dtype,
     seed: int | None = 0,
     dropout: float = 0.0,
+    recompute: Recompute = "none",
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
     Weights are random (normal with the config's initializer_range; norms 1; biases and value head 0), drawn from `seed`
     and the tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded. `dropout`
-    acts on attention weights and residual branches while training.
+    acts on attention weights and residual branches while training; so does `recompute`, on what is kept for the
+    backward pass.
     Raises LayoutError when the layout does not fit the architecture.
     """
     require_layout(architecture, groups.layout, "layout")
-    config = transformer_config(architecture, groups.layout, dtype, dropout)
+    config = transformer_config(architecture, groups.layout, dtype, dropout, recompute)
     model = Model(architecture, groups, head, [GPT(config, architecture, groups, head)], config)
     if seed is not None:
         _initialise(model, seed)

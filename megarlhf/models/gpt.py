@@ -1,5 +1,6 @@
 """GPT: megatron-core's GPTModel for one pipeline stage, ending in hidden states; heads are applied in forward.py."""
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
@@ -60,6 +61,9 @@ class GPT(GPTModel):
         take their input from `set_input_tensor` and ignore input_ids.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if self.config.recompute_granularity and embedded is not None and torch.is_grad_enabled():
+            # What is computed again gets no gradient unless its input asks for one, which a frozen embedding does not.
+            embedded.requires_grad_()
         return self.decoder(
             hidden_states=embedded,
             attention_mask=None,

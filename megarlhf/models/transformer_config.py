@@ -1,14 +1,29 @@
 """From our architecture and layout to megatron-core's TransformerConfig: what every run needs, stated."""
 
+from typing import Any
+
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarlhf.config.layout import Layout
+from megarlhf.config.settings import Recompute
 from megarlhf.models.architecture import Architecture
 
 
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Attention itself is not worth recomputing: torch's fused kernels keep its inputs and outputs only."""
+
+
 def transformer_config(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, dropout: float = 0.0
+    architecture: Architecture,
+    layout: Layout,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    recompute: Recompute = "none",
 ) -> TransformerConfig:
     """The config of a model, without dropout unless it is asked for, and with every optional fused kernel off.
 
@@ -51,4 +66,5 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        **_RECOMPUTE[recompute],
     )
