@@ -9,7 +9,6 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Recompute
 from megarlhf.models.architecture import Architecture
 
-
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
