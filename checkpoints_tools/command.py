@@ -47,14 +47,14 @@ def add_config(arguments: argparse.ArgumentParser, flag: str = "--config") -> No
 
 
 def add_layout(arguments: argparse.ArgumentParser) -> None:
-    """--tp --pp."""
-    for name, words in (("tp", "tensor"), ("pp", "pipeline")):
-        arguments.add_argument(f"--{name}", type=positive, default=1, help=f"{words} ranks to cut blocks and files for")
+    """--tp --pp --vp."""
+    for name, words in (("tp", "tensor ranks"), ("pp", "pipeline ranks"), ("vp", "virtual stages a pipeline rank")):
+        arguments.add_argument(f"--{name}", type=positive, default=1, help=f"{words} to cut blocks and files for")
 
 
 def layout(arguments: argparse.Namespace) -> Layout:
-    """The layout that --tp and --pp say."""
-    return Layout(tp=arguments.tp, pp=arguments.pp)
+    """The layout that --tp, --pp and --vp say."""
+    return Layout(tp=arguments.tp, pp=arguments.pp, vp=arguments.vp)
 
 
 def run(main: Callable[[Sequence[str] | None], int]) -> None:

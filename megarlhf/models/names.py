@@ -61,6 +61,15 @@ class Family:
     value_head: Weight
     ignored_suffixes: tuple[str, ...]
     """Endings of tensor names that may be in a file and are derived, not loaded."""
+    stored_names: tuple[tuple[str, str], ...] = (
+        ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+        ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    )
+    """(how a name in a layer begins, how it begins in a megatron-core checkpoint), where the two differ.
+
+    megatron-core's local layers store norms under the names of Transformer Engine's fused ones; see their
+    `sharded_state_dict_keys_map`.
+    """
 
 
 def stage_weights(

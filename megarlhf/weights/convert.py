@@ -8,15 +8,15 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarlhf.config.layout import Layout
-from megarlhf.errors import CheckpointError
-from megarlhf.models.architecture import require_layout
+from megarlhf.errors import CheckpointError, LayoutError
+from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.weights.boxes import Box, num_elements, slices, whole
 from megarlhf.weights.folder import INDEX_NAME, SafetensorsFolder
@@ -73,7 +73,7 @@ def write_megatron(
     CheckpointError or OSError, leaving no target behind, when it cannot be finished.
     """
     source, target = open_source(source_path, config), Path(target)
-    require_layout(source.architecture, layout, "--tp/--pp")
+    _require_layout(source.architecture, layout)
     num_parts = -(-workers // (layout.tp * layout.pp))
     jobs = [
         _BlocksJob(
@@ -118,6 +118,15 @@ def write_hugging_face(
             _write_json(partial / INDEX_NAME, {"metadata": total, "weight_map": dict(sorted(where.items()))})
         _write_companions(source, partial, dtype)
         _check(source, SafetensorsFolder(partial), dtype)
+
+
+def _require_layout(architecture: Architecture, layout: Layout) -> None:
+    """Virtual stages only say which layers a file holds: their schedule, which may not be built, is not asked for."""
+    require_layout(architecture, replace(layout, vp=1), "--tp/--pp")
+    if layout.pp * layout.vp > architecture.num_layers:
+        raise LayoutError(
+            f"--vp: pp {layout.pp} * vp {layout.vp} stages are more than {architecture.num_layers} layers; lower them"
+        )
 
 
 @contextmanager

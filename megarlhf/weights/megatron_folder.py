@@ -87,10 +87,8 @@ class MegatronFolder:
     def _find(self) -> dict[str, list[tuple[Place, Piece]]]:
         """Hugging Face name -> where its pieces lie; and the check that both sides agree."""
         shapes = key_shapes(self.architecture, _ONE, self.head)
-        vocabulary = {
-            FAMILIES[self.architecture.family].embedding.local,
-            FAMILIES[self.architecture.family].output.local,
-        }
+        family = FAMILIES[self.architecture.family]
+        vocabulary = {family.embedding.local, family.output.local}
         pieces: dict[str, list[tuple[Place, Piece]]] = {name: [] for name in self._shapes}
         used, problems = set(), {}
         for place, tensor in whole_weights(self.architecture, self.head).items():

@@ -1,29 +1,24 @@
 """Names and shapes that megatron-core gives a model's weights in a distributed checkpoint, from the family's table.
 
 A checkpoint holds each weight as if there were one tensor rank, and all layers' weights of a kind as one tensor with
-a first axis of layers; a rank owns boxes of these. megarlhf's models use megatron-core's local layers, whose norms go
-by the names of Transformer Engine's fused layers, so that one checkpoint serves both.
+a first axis of layers; a rank owns boxes of these. Which boxes follows from the pieces of the rank's local map, so
+that a family needs nothing here but its table. megarlhf's models use megatron-core's local layers, whose norms go by
+the names of Transformer Engine's fused layers, so that one checkpoint serves both.
 """
 
 import re
 from dataclasses import dataclass
 
 from megarlhf.config.layout import Layout
-from megarlhf.models.architecture import Architecture, stage_layers
+from megarlhf.models.architecture import Architecture, padded_vocab, stage_layers
 from megarlhf.models.families import FAMILIES
-from megarlhf.models.names import Cut, Head, stage_weights
+from megarlhf.models.names import Cut, Family, Head, stage_weights
 from megarlhf.parallel.grid import Coordinates
-from megarlhf.weights.boxes import Box, LocalTensor, whole
+from megarlhf.weights.boxes import Box, LocalTensor, Piece, intersect, joined_rows, move, num_elements, whole
 from megarlhf.weights.local_map import local_map
 
+_ONE = Layout()
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-_FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""How megatron-core's local layers spell their norms in a checkpoint (their `sharded_state_dict_keys_map`)."""
-_STATEFUL = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of a layer that ask for an `_extra_state` when loaded; without FP8 it is None."""
 OBJECT_SUFFIXES = ("_extra_state",)
 
 
@@ -47,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes of one weight: each `boxes` pair is (where in the checkpoint's tensor, rows of `local`)."""
+    """What one rank writes of one weight: each `boxes` pair is (where in the checkpoint's tensor, box of `local`)."""
 
     place: Place
     local: LocalTensor
@@ -56,74 +51,87 @@ class Share:
 
 def whole_weights(architecture: Architecture, head: Head) -> dict[Place, LocalTensor]:
     """Every weight of the checkpoint, whole, as pieces of Hugging Face tensors."""
-    held = local_map(architecture, Layout(), Coordinates(0, 0, 0), head)
-    return {_place(name, range(architecture.num_layers)): tensor for (_, name), tensor in held.items()}
+    held = local_map(architecture, _ONE, Coordinates(0, 0, 0), head)
+    family, layers = FAMILIES[architecture.family], range(architecture.num_layers)
+    return {_place(family, name, layers): tensor for (_, name), tensor in held.items()}
 
 
 def key_shapes(architecture: Architecture, layout: Layout, head: Head) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a checkpoint written under `layout` (tp pads the vocabulary)."""
-    shapes = {}
-    for weight in stage_weights(FAMILIES[architecture.family], architecture, Layout(), 0, 0, head):
-        place = _place(weight.local, range(architecture.num_layers))
-        rows, *columns = weight.shapes[0]
-        if weight.cut is Cut.VOCABULARY:
-            rows = -(-rows // layout.tp) * layout.tp
-        elif weight.cut in (Cut.GATE_UP, Cut.GROUPED_QKV):
-            rows = sum(shape[0] for shape in weight.shapes)
+    family, shapes = FAMILIES[architecture.family], {}
+    tables = {
+        weight.local
+        for weight in stage_weights(family, architecture, _ONE, 0, 0, head)
+        if weight.cut is Cut.VOCABULARY
+    }
+    for place, tensor in whole_weights(architecture, head).items():
+        rows = padded_vocab(architecture, layout) if place.key in tables else tensor.shape[0]
         layers = () if place.layer is None else (architecture.num_layers,)
-        shapes[place.key] = (*layers, rows, *columns)
+        shapes[place.key] = (*layers, rows, *tensor.shape[1:])
     return shapes
 
 
 def rank_shares(architecture: Architecture, layout: Layout, head: Head, tp: int, pp: int) -> list[Share]:
     """What the rank at (tp, pp) writes, in the order of the network. Copies (norms, a tied head) are written once."""
-    held = local_map(architecture, layout, Coordinates(tp, pp, 0), head)
-    layers = stage_layers(architecture, layout, pp)
     family = FAMILIES[architecture.family]
+    held = local_map(architecture, layout, Coordinates(tp, pp, 0), head)
+    complete = whole_weights(architecture, head)
     shares = []
-    for weight in stage_weights(family, architecture, layout, pp, 0, head):
-        is_copy = (weight.cut is Cut.WHOLE and tp > 0) or (
-            weight.local == family.output.local and weight.hf == family.embedding.hf
-        )
-        if not is_copy:
-            local, place = held[0, weight.local], _place(weight.local, layers)
-            pairs = _boxes(weight.cut, local.shape, tp, layout.tp)
-            shares.append(Share(place, local, tuple((place.box(target), source) for target, source in pairs)))
+    for chunk in range(layout.vp):
+        layers = stage_layers(architecture, layout, pp, chunk)
+        for weight in stage_weights(family, architecture, layout, pp, chunk, head):
+            place = _place(family, weight.local, layers)
+            is_copy = (weight.cut is Cut.WHOLE and tp > 0) or place not in complete
+            if not is_copy:
+                local = held[chunk, weight.local]
+                if weight.cut is Cut.VOCABULARY:
+                    pairs = [(_rows_from(tp * local.shape[0], local.shape), whole(local.shape))]
+                else:
+                    pairs = _boxes(local, complete[place])
+                shares.append(Share(place, local, tuple((place.box(target), source) for target, source in pairs)))
     return shares
 
 
 def rank_objects(architecture: Architecture, layout: Layout, pp: int) -> list[str]:
-    """Names of the empty `_extra_state` objects of a stage's layers."""
-    return [
-        f"decoder.layers.{module}._extra_state/shard_{layer}_{architecture.num_layers}"
-        for layer in stage_layers(architecture, layout, pp)
-        for module in _STATEFUL
-    ]
+    """Names of the empty `_extra_state` objects of a stage's layers: its linear modules ask for one when loaded."""
+    family = FAMILIES[architecture.family]
+    names = [_place(family, weight.local.format(layer=0), range(1)).key for weight in family.layer if weight.is_matrix]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    layers = [layer for chunk in range(layout.vp) for layer in stage_layers(architecture, layout, pp, chunk)]
+    return [f"{module}._extra_state/shard_{layer}_{architecture.num_layers}" for layer in layers for module in modules]
 
 
-def _boxes(cut: Cut, shape: tuple[int, ...], rank: int, tp: int) -> list[tuple[Box, Box]]:
-    """(where in the whole weight, box of the local one) for each block that rank `rank` of tp writes."""
-    rows, rest = shape[0], whole(shape[1:])
-    if cut is Cut.WHOLE:
-        return [(whole(shape), whole(shape))]
-    if cut is Cut.COLUMNS:
-        columns = shape[1]
-        return [((((0, rows)), (rank * columns, (rank + 1) * columns)), whole(shape))]
-    if cut is Cut.GATE_UP:
-        half = rows // 2
-        return [
-            (((start, start + half), *rest), ((place * half, (place + 1) * half), *rest))
-            for place, start in enumerate((rank * half, (tp + rank) * half))
-        ]
-    return [(((rank * rows, (rank + 1) * rows), *rest), whole(shape))]
+def _rows_from(start: int, shape: tuple[int, ...]) -> Box:
+    return ((start, start + shape[0]), *whole(shape[1:]))
 
 
-def _place(local: str, layers: range) -> Place:
+def _boxes(local: LocalTensor, complete: LocalTensor) -> list[tuple[Box, Box]]:
+    """(where in the whole weight, box of the local one): as few blocks of rows as the pieces can be joined to."""
+    sources: dict[str, list[Piece]] = {}
+    for piece in complete.pieces:
+        sources.setdefault(piece.hf_name, []).append(piece)
+    found: list[tuple[Box, Box]] = []
+    for piece in sorted(local.pieces, key=lambda piece: piece.target):
+        for other in sources[piece.hf_name]:
+            common = intersect(piece.source, other.source)
+            if common is None:
+                continue
+            target, box = move(common, other.source, other.target), move(common, piece.source, piece.target)
+            joined = [joined_rows(*pair) for pair in zip(found[-1], (target, box), strict=True)] if found else [None]
+            if None in joined:
+                found.append((target, box))
+            else:
+                found[-1] = (joined[0], joined[1])
+    assert sum(num_elements(box) for _, box in found) == num_elements(whole(local.shape)), "pieces must fill a weight"
+    return found
+
+
+def _place(family: Family, local: str, layers: range) -> Place:
     found = _LAYER.match(local)
     if not found:
         return Place(local, None)
     name = found[2]
-    for ours, theirs in _FUSED.items():
+    for ours, theirs in family.stored_names:
         if name.startswith(ours):
             name = theirs + name.removeprefix(ours)
     return Place(f"decoder.layers.{name}", layers[int(found[1])])

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megarlhf.weights.restricted_pickle import read_metadata
 from megarlhf.weights.torch_dist import TorchDistFolder
 from tests import tiny
 from tests.distributed.pool import run_on_ranks
+from tests.families import VARIANTS
 
 KINDS = {"untied": {}, "tied": {"tied": True}, "value": {"num_labels": 1}}
 
@@ -31,16 +33,30 @@ def assert_same_files(one: Path, other: Path) -> None:
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (1, 3)])
-def test_a_round_trip_keeps_every_bit(tmp_path, kind, tp, pp):
-    source = tiny.write_llama(tmp_path / "hf", dtype=torch.bfloat16, **KINDS[kind])
-    write_megatron(source, tmp_path / "megatron", Layout(tp=tp, pp=pp))
+ROUND_TRIPS = [Layout(), Layout(tp=2, pp=2), Layout(tp=4), Layout(pp=3), Layout(tp=2, pp=2, vp=2)]
+
+
+@pytest.mark.parametrize("kind", KINDS | VARIANTS)
+@pytest.mark.parametrize("layout", ROUND_TRIPS, ids=str)
+def test_a_round_trip_keeps_every_bit(tmp_path, kind, layout):
+    settings = (KINDS | VARIANTS)[kind]
+    if layout.pp * layout.vp > settings.get("num_hidden_layers", tiny.LAYERS):
+        layout = replace(layout, pp=1)
+    source = tiny.write_llama(tmp_path / "hf", dtype=torch.bfloat16, **settings)
+    write_megatron(source, tmp_path / "megatron", layout)
     write_hugging_face(tmp_path / "megatron", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (source / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
     assert Architecture.from_folder(source) == Architecture.from_folder(tmp_path / "back")
+
+
+def test_a_file_holds_the_layers_of_its_virtual_stages(tmp_path):
+    write_megatron(tiny.write_llama(tmp_path / "hf"), tmp_path / "megatron", Layout(pp=2, vp=2))
+    blocks = TorchDistFolder(tmp_path / "megatron").blocks("decoder.layers.mlp.linear_fc2.weight")
+    assert sorted((block.file, block.box[0][0]) for block in blocks) == [
+        ("__0_0.distcp", 0), ("__0_0.distcp", 2), ("__1_0.distcp", 1), ("__1_0.distcp", 3),
+    ]  # fmt: skip
 
 
 def test_several_threads_write_the_same_model(tmp_path):
