@@ -13,25 +13,14 @@ from typing import Any
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import CheckpointError, LayoutError
-from megarlhf.models.model_types import MODEL_TYPES
+from megarlhf.models.model_types import MODEL_TYPES, Windows
+from megarlhf.models.rope_config import Rope, read_rope, read_window_rope, rope_problems
 
-_ROPE_KINDS = ("default", "linear", "llama3")
-_ROPE_DETAILS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_DETAILS_OF_KIND = {"default": (), "linear": ("factor",), "llama3": _ROPE_DETAILS}
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base `theta`, the kind of scaling, and the scaling's own numbers, by name."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    parameters: tuple[tuple[str, float], ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The `rope_parameters` object of transformers 5."""
-        return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
+_DEFAULTS = {"hidden_act": "silu"}
+_SCALARS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Of the gate in a feed-forward layer, by transformers' names."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +42,28 @@ class Architecture:
     num_labels: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: int | None = None
-    """Tokens that a token attends to, itself included; None for itself and all before it."""
+    qk_norm_spans_heads: bool = False
+    """The norm of query and key is over all heads together, not over each head."""
+    windows: Windows = ()
+    """How many tokens a token attends to, itself included, by layer; None for all before it. Empty: None everywhere."""
+    window_rope: Rope | None = None
+    """Rope of the layers with a window, where it is not `rope`."""
+    pre_norms: bool = True
+    """Attention and feed-forward take normed hidden states."""
+    post_norms: bool = False
+    """What attention and feed-forward give is normed before it joins the hidden states."""
+    zero_centered_norms: bool = False
+    """A norm multiplies by 1 + weight."""
+    activation: str = "silu"
+    """Of the feed-forward's gate; one of ACTIVATIONS."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of the hidden size (rounded to their dtype)."""
+    query_scalar: float | None = None
+    """Attention divides query times key by the root of this; None: of the head's dimension."""
+    attention_softcap: float | None = None
+    """c: attention's scores s become c * tanh(s / c)."""
+    logit_softcap: float | None = None
+    """c: logits z become c * tanh(z / c)."""
     initializer_range: float = field(default=0.02, compare=False)
 
     @classmethod
@@ -76,7 +85,7 @@ class Architecture:
         """The architecture in a parsed config.json. Raises CheckpointError naming every field that does not fit."""
         problems = _foreign(config)
         if not problems:
-            config = {**MODEL_TYPES[config["model_type"]].defaults, **config}
+            config = {**_DEFAULTS, **MODEL_TYPES[config["model_type"]].defaults, **config}
             problems = _missing(config) + _mistyped(config) or _unsupported(config)
         if problems:
             raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems))
@@ -93,13 +102,30 @@ class Architecture:
             max_positions=config.get("max_position_embeddings") or 2048,
             norm_epsilon=1e-6 if config.get("rms_norm_eps") is None else config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings", False)),
-            rope=_rope(config),
+            rope=read_rope(config),
             num_labels=_num_labels(config),
-            qkv_bias=kind.qkv_bias,
-            qk_norm=kind.qk_norm,
-            window=kind.windows(config)[0],
+            windows=_windows(config),
+            window_rope=read_window_rope(config),
+            activation=config[kind.activation_field],
+            query_scalar=_own(config, "query_pre_attn_scalar"),
+            attention_softcap=_own(config, "attn_logit_softcapping"),
+            logit_softcap=_own(config, "final_logit_softcapping"),
+            **kind.switches,
             initializer_range=config.get("initializer_range", 0.02),
         )
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ropes of the model."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token attends to in a layer, itself included; None for itself and all before it."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_place(self, layer: int) -> int:
+        """Which of `ropes` a layer has."""
+        return 1 if self.window_rope is not None and self.window(layer) is not None else 0
 
 
 def padded_vocab(architecture: Architecture, layout: Layout) -> int:
@@ -174,21 +200,14 @@ def _is_classifier(config: dict[str, Any]) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
-def _rope_source(config: dict[str, Any]) -> dict[str, Any]:
-    """The object that holds the scaling: `rope_parameters` (transformers 5) or `rope_scaling` (4), or nothing."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _windows(config: dict[str, Any]) -> Windows:
+    windows = MODEL_TYPES[config["model_type"]].windows(config)
+    return windows if any(windows) else ()
 
 
-def _rope_kind(config: dict[str, Any]) -> str:
-    source = _rope_source(config)
-    return source.get("rope_type") or source.get("type") or "default"
-
-
-def _rope(config: dict[str, Any]) -> Rope:
-    source, kind = _rope_source(config), _rope_kind(config)
-    theta = source.get("rope_theta") or config.get("rope_theta") or 10000.0
-    parameters = tuple((name, source[name]) for name in _DETAILS_OF_KIND[kind])
-    return Rope(theta=float(theta), kind=kind, parameters=parameters)
+def _own(config: dict[str, Any], name: str) -> Any:
+    """A field that only some model types have: None for the others, whatever their file holds."""
+    return config.get(name) if name in MODEL_TYPES[config["model_type"]].defaults else None
 
 
 def _foreign(config: dict[str, Any]) -> list[str]:
@@ -211,7 +230,11 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
 
     counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
-    problems += found(("rms_norm_eps", "rope_theta"), lambda value: type(value) in (int, float), "a number")
+    problems += found(
+        ("rms_norm_eps", "rope_theta", "rope_local_base_freq"), lambda value: type(value) in (int, float), "a number"
+    )
+    own = tuple(name for name in _SCALARS if _own(config, name) is not None)
+    problems += found(own, lambda value: type(value) in (int, float) and value > 0, "a number above 0")
     if "sliding_window" in MODEL_TYPES[config["model_type"]].defaults:
         problems += found(("sliding_window",), lambda value: type(value) is int and value > 0, "a whole number above 0")
         problems += found(("max_window_layers",), lambda value: type(value) is int, "a whole number")
@@ -229,34 +252,21 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         problems.append(f"architectures {names}: expected a ...ForCausalLM or a ...ForSequenceClassification")
     if _is_classifier(config) and _num_labels(config) != 1:
         problems.append(f"num_labels {_num_labels(config)}: a reward or value model has exactly one label")
-    switches = MODEL_TYPES[config["model_type"]].unsupported_switches
-    problems += [f"{name} true is not supported" for name in switches if config.get(name)]
+    kind = MODEL_TYPES[config["model_type"]]
+    problems += [f"{name} true is not supported" for name in kind.unsupported_switches if config.get(name)]
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups and heads % groups:
         problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
+    field = kind.activation_field
+    if config[field] not in ACTIVATIONS:
+        problems.append(f"{field} {config[field]!r} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}")
     if config.get("quantization_config"):
         problems.append("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
-    return problems + _unsupported_rope(config) + _unsupported_windows(config)
+    return problems + rope_problems(config, kind.partial_rotary) + _unsupported_windows(config)
 
 
 def _unsupported_windows(config: dict[str, Any]) -> list[str]:
     windows, num_layers = MODEL_TYPES[config["model_type"]].windows(config), config["num_hidden_layers"]
     if len(windows) != num_layers:
         return [f"layer_types names {len(windows)} layers, num_hidden_layers is {num_layers}"]
-    if len(set(windows)) > 1:
-        some = sum(window is not None for window in windows)
-        return [f"sliding_window in {some} of {num_layers} layers is not supported; supported: in all or in none"]
     return []
-
-
-def _unsupported_rope(config: dict[str, Any]) -> list[str]:
-    source, kind = _rope_source(config), _rope_kind(config)
-    if kind not in _ROPE_KINDS:
-        return [f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"]
-    problems = [f"rope_type {kind!r} needs {name}" for name in _DETAILS_OF_KIND[kind] if name not in source]
-    partial = source.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        problems.append(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    return problems

@@ -5,6 +5,8 @@ A row attends only to itself. Rotary positions come from outside, one per token,
 the attention itself.
 """
 
+from dataclasses import dataclass
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +16,11 @@ from megatron.core.transformer.attention import SelfAttention as MegatronSelfAtt
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from megarlhf.parallel.logprob import soft_capped
+
+_BLOCK_ROWS = 512
+"""Queries that are scored at once where a mask is needed."""
 
 
 class SelfAttention(MegatronSelfAttention):
@@ -54,8 +61,20 @@ class SelfAttention(MegatronSelfAttention):
         return query, key, value
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer scores: which tokens a token sees, and what is done to query times key before the softmax."""
+
+    scale: float | None = None
+    """Factor of query times key; None: 1/sqrt(D)."""
+    softcap: float | None = None
+    """c: a score s becomes c * tanh(s / c)."""
+    window: int | None = None
+    """A token sees itself and the `window` - 1 tokens before it; None: all before it."""
+
+
 class SDPACoreAttention(torch.nn.Module):
-    """softmax(q k^T / sqrt(D)) v, causal, by torch's fused kernels; called like megatron-core's modules."""
+    """softmax of the layer's `Scoring` of q and k, times v, causal; called like megatron-core's modules."""
 
     def __init__(
         self,
@@ -71,9 +90,8 @@ class SDPACoreAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self", "causal self-attention only"
         assert config.context_parallel_size == 1 and pg_collection is not None, f"cp {cp_comm_type} is not built"
         self.layer_number = layer_number
-        self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.scoring = Scoring(softmax_scale)  # the layer's own comes from layers.py
 
     def forward(
         self,
@@ -109,41 +127,45 @@ class SDPACoreAttention(torch.nn.Module):
         return self._kernel(query, key, value, 0.0)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        return causal_attention(query, key, value, self.window, dropout, self.softmax_scale)
+        return causal_attention(query, key, value, self.scoring, dropout)
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), dropout: float = 0.0
 ) -> Tensor:
-    """softmax(scale * q k^T) v, where a token sees itself and the `window` - 1 tokens before it, or all of them.
-
-    Query [B, heads, S, D], key and value [B, groups, S, D] -> [B, heads, S, D]. `scale` is 1/sqrt(D) by default.
-    """
-    length, is_grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if window is None or length <= window:
+    """Causal attention of whole rows: query [B, heads, S, D], key and value [B, groups, S, D] -> [B, heads, S, D]."""
+    length, is_grouped, window = query.shape[2], query.shape[1] != key.shape[1], scoring.window
+    if scoring.softcap is None and (window is None or length <= window):
         return scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
         )
     if is_grouped:
         # Of torch's fused kernels on a GPU, those that take a mask do not take grouped heads.
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    positions, blocks = torch.arange(length, device=query.device), []
-    for start in range(0, length, window):  # so that a mask has 2 * window^2 elements, not length^2
-        first, stop = max(start - window + 1, 0), min(start + window, length)
+    reach = length if window is None else window
+    positions, blocks, step = torch.arange(length, device=query.device), [], min(reach, _BLOCK_ROWS)
+    for start in range(0, length, step):  # so that a mask has step * (reach + step) elements, not length^2
+        first, stop = max(start - reach + 1, 0), min(start + step, length)
         behind = positions[start:stop, None] - positions[first:stop]
-        blocks.append(
-            scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, first:stop],
-                value[:, :, first:stop],
-                attn_mask=(behind >= 0) & (behind < window),
-                dropout_p=dropout,
-                scale=scale,
-            )
-        )
+        mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device)
+        mask.masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
+        part = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        blocks.append(masked_attention(*part, mask, scoring, dropout))
     return torch.cat(blocks, dim=2)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring, dropout: float = 0.0
+) -> Tensor:
+    """Attention with `mask` (0 or -inf, broadcast to [B, heads, Q, K]) added to the scores.
+
+    query [B, heads, Q, D], key and value [B, heads, K, D] -> [B, heads, Q, D]. The mask says what is seen, the window
+    of `scoring` included.
+    """
+    if scoring.softcap is None:
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scoring.scale)
+    # No fused kernel of torch caps scores; the order and the precisions are those of transformers' eager attention.
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = soft_capped(query @ key.transpose(2, 3) * scale, scoring.softcap) + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.nn.functional.dropout(weights, dropout) @ value

@@ -57,10 +57,10 @@ def build_model(
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
-    Weights are random (normal with the config's initializer_range; norms 1; biases and value head 0), drawn from `seed`
-    and the tensor rank; with `seed` None they stay zero, for a model whose weights are about to be loaded. `dropout`
-    acts on attention weights and residual branches while training; so does `recompute`, on what is kept for the
-    backward pass.
+    Weights are random (normal with the config's initializer_range; norms 1, or 0 where a norm adds 1; biases and value
+    head 0), drawn from `seed` and the tensor rank; with `seed` None they stay zero, for a model whose weights are about
+    to be loaded. `dropout` acts on attention weights and residual branches while training; so does `recompute`, on what
+    is kept for the backward pass.
     Raises LayoutError when the layout does not fit the architecture.
     """
     require_layout(architecture, groups.layout, "layout")
@@ -80,7 +80,8 @@ def _initialise(model: Model, seed: int) -> None:
     for weight in table:
         parameter = model.named_parameters()[0, weight.local]
         if weight.cut is Cut.WHOLE:
-            parameter.data.fill_(0.0 if weight.local == family.value_head.local else 1.0)
+            is_zero = architecture.zero_centered_norms or weight.local == family.value_head.local
+            parameter.data.fill_(0.0 if is_zero else 1.0)
         if weight.cut is Cut.WHOLE or not weight.is_matrix:
             continue  # biases are built as zeros
         generator = torch.Generator(parameter.device)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megarlhf.models.build import Model
-from megarlhf.parallel.logprob import fused_logprob
+from megarlhf.parallel.logprob import fused_logprob, soft_capped
 
 
 class Packed(Protocol):
@@ -71,6 +71,7 @@ def vocabulary_logprobs(
         group=group,
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,
+        softcap=model.architecture.logit_softcap,
         with_entropy=with_entropy,
     )
 
@@ -92,4 +93,6 @@ def full_logits(model: Model, hidden: Tensor) -> Tensor:
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     local = hidden[:, 0] @ model.output_weight().T
+    if model.architecture.logit_softcap is not None:
+        local = soft_capped(local, model.architecture.logit_softcap)
     return gather_from_tensor_model_parallel_region(local, group=group)[:, : model.architecture.vocab_size]

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarlhf import device
 from megarlhf.models.architecture import Architecture, padded_vocab, stage_layers
 from megarlhf.models.heads import ValueHead
+from megarlhf.models.layers import finish_layer
 from megarlhf.models.names import Head
 from megarlhf.models.rope import inverse_frequencies, rotary_angles
 from megarlhf.models.spec import block_spec
@@ -26,7 +27,7 @@ class GPT(GPTModel):
         layers = stage_layers(architecture, groups.layout, groups.coordinates.pp)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(len(layers), architecture.qk_norm),
+            transformer_layer_spec=block_spec(len(layers), architecture),
             vocab_size=padded_vocab(architecture, groups.layout),
             max_sequence_length=architecture.max_positions,
             pre_process=groups.is_first_stage,
@@ -36,21 +37,25 @@ class GPT(GPTModel):
             position_embedding_type="rope",
             pg_collection=groups.collection,
         )
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(device.current())
-        self._number_layers(layers)
+        ropes = [inverse_frequencies(architecture, rope)[0] for rope in architecture.ropes]
+        self.inverse_frequencies = torch.stack(ropes).to(device.current())
+        self.embedding_factor = architecture.hidden_size**0.5 if architecture.scaled_embedding else None
+        for layer, index in zip(self.decoder.layers, layers, strict=True):
+            finish_layer(layer, architecture, index)
         if head == "value" and groups.is_last_stage:
             del self.output_layer
             self.value_head = ValueHead(architecture.hidden_size)
 
-    def _number_layers(self, layers: range) -> None:
-        """megatron-core numbers layers from 1 with an offset that is right only when all stages are equal."""
-        for layer, index in zip(self.decoder.layers, layers, strict=True):
-            layer.layer_number = layer.self_attention.layer_number = index + 1
-            layer.self_attention.core_attention.layer_number = index + 1
-
     def rotary(self, position_ids: Tensor) -> Tensor:
-        """Angles [N, 1, 1, D] for positions [N], in float32."""
-        return rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)
+        """Angles [K, N, 1, 1, R] for positions [N], in float32, for each of the architecture's ropes."""
+        return rotary_angles(self.inverse_frequencies, position_ids)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Communicates over tp. First hidden states [S, B, H] ([S/tp, B, H] with sp), on the first stage."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.embedding_factor is None:
+            return embedded
+        return embedded * torch.tensor(self.embedding_factor, dtype=embedded.dtype)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None
@@ -60,7 +65,7 @@ class GPT(GPTModel):
         input_ids [B, S]; position_ids [S] shared by the batch. Packed: B = 1, S holds all rows. Stages after the first
         take their input from `set_input_tensor` and ignore input_ids.
         """
-        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        embedded = self.embed(input_ids, position_ids) if self.pre_process else None
         if self.config.recompute_granularity and embedded is not None and torch.is_grad_enabled():
             # What is computed again gets no gradient unless its input asks for one, which a frozen embedding does not.
             embedded.requires_grad_()

@@ -135,7 +135,7 @@ def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
             if adapted(weight, lora):
                 linear = chunk.get_submodule(weight.local.removesuffix(".weight"))
                 linear.adapter = Adapter(model, weight, linear.weight, lora)
-                linear.register_forward_hook(_add_adapter)
+                linear.register_forward_hook(_add_adapter, prepend=True)
                 _initialise(linear.adapter, seed, groups.coordinates.tp)
 
 

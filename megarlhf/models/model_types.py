@@ -43,10 +43,11 @@ class ModelType:
     """Fields that a file may leave out, where the default is not that of every type."""
     unsupported_switches: tuple[str, ...] = ()
     """Fields that must not be true."""
-    qkv_bias: bool = False
-    """Query, key and value have biases, always."""
-    qk_norm: bool = False
-    """Each head of query and key is normed, over its own dimension, before rotary embedding."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Architecture` that are so in every model of the type."""
+    activation_field: str = "hidden_act"
+    partial_rotary: bool = False
+    """Part of a head may be left unrotated."""
     windows: Callable[[Mapping[str, Any]], Windows] = _all_tokens
     """How far the layers of a config (with its defaults) look back."""
 
@@ -61,12 +62,12 @@ _QWEN = {
 
 MODEL_TYPES: dict[str, ModelType] = {
     "llama": ModelType("Llama", unsupported_switches=("attention_bias", "mlp_bias")),
-    "qwen2": ModelType("Qwen2", defaults=_QWEN, qkv_bias=True, windows=_windows_if_used),
+    "qwen2": ModelType("Qwen2", defaults=_QWEN, switches={"qkv_bias": True}, windows=_windows_if_used),
     "qwen3": ModelType(
         "Qwen3",
         defaults=_QWEN | {"head_dim": 128},
         unsupported_switches=("attention_bias",),
-        qk_norm=True,
+        switches={"qk_norm": True},
         windows=_windows_if_used,
     ),
     "mistral": ModelType(

@@ -4,16 +4,18 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.architecture import Architecture
+from megarlhf.models.rope_config import Rope
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """[D/2] float32 on the host: theta ** (-2i / D), scaled by transformers' own function where scaling is asked for.
+def inverse_frequencies(architecture: Architecture, rope: Rope) -> tuple[Tensor, float]:
+    """(frequencies [R/2] float32 on the host, factor of cosine and sine), R the rotated part of a head.
 
-    megatron-core knows only llama3 scaling with fixed constants; a config with others would be silently wrong.
+    Unscaled: theta ** (-2i / R) and 1. Scaled: by transformers' own function. megatron-core knows only llama3 scaling
+    with fixed constants; a config with others would be silently wrong.
     """
-    rope, dim = architecture.rope, architecture.head_dim
+    dim = int(architecture.head_dim * rope.fraction)
     if rope.kind == "default":
-        return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+        return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -26,12 +28,14 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
         rope_theta=rope.theta,
         rope_scaling={"rope_type": rope.kind, **dict(rope.parameters)},
     )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
-    assert attention_factor == 1.0, f"rope {rope.kind} scales attention by {attention_factor}"
-    return frequencies.float()
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return frequencies.float(), float(factor)
 
 
 def rotary_angles(inverse: Tensor, positions: Tensor) -> Tensor:
-    """inverse [D/2] and positions [N] -> angles [N, 1, 1, D] in float32, as megatron-core's attention takes them."""
-    angles = torch.outer(positions.float(), inverse)
-    return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    """inverse [K, R/2] and positions [N] -> angles [K, N, 1, 1, R] in float32, K for the ropes of a model.
+
+    Each is as megatron-core's attention takes it.
+    """
+    angles = positions.float()[None, :, None] * inverse[:, None, :]
+    return torch.cat((angles, angles), dim=-1)[:, :, None, None, :]

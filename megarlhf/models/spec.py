@@ -6,32 +6,36 @@ The final norm is stated too. Left to megatron-core it would be Transformer Engi
 import copy
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import SDPACoreAttention, SelfAttention
 from megarlhf.models.norm import RMSNorm
 
 
-def layer_spec(qk_norm: bool = False) -> ModuleSpec:
-    """One pre-norm layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp.
+def layer_spec(architecture: Architecture) -> ModuleSpec:
+    """One layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp.
 
-    With `qk_norm` attention has q_layernorm and k_layernorm too, over the dimension of a head.
+    Without `pre_norms` both norms do nothing and have no weights. With `qk_norm` attention has q_layernorm and
+    k_layernorm too, over the dimension of a head. The rest of what an architecture asks for comes from layers.py.
     """
     spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    norm = RMSNorm if architecture.pre_norms else IdentityOp
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.module = SelfAttention
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = SDPACoreAttention
-    if qk_norm:
+    if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
 
-def block_spec(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
+def block_spec(num_layers: int, architecture: Architecture) -> TransformerBlockSubmodules:
     """`num_layers` layers and a final norm (built on the last stage only).
 
     The list of layers is what allows uneven stages: given one layer, megatron-core divides num_layers by pp and drops
     what is left over.
     """
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(architecture)] * num_layers, layer_norm=RMSNorm)

@@ -17,6 +17,14 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 """Attention itself is not worth recomputing: torch's fused kernels keep its inputs and outputs only."""
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (arXiv:1606.08415)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
+
+
 def transformer_config(
     architecture: Architecture,
     layout: Layout,
@@ -39,12 +47,11 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[architecture.activation],
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
-        # megatron-core counts the tokens before, not the token itself.
-        window_size=None if architecture.window is None else (architecture.window - 1, 0),
+        layernorm_zero_centered_gamma=architecture.zero_centered_norms,
         hidden_dropout=dropout,
         attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,

@@ -6,7 +6,8 @@ With z = h W^T / temperature over the true vocabulary and p = softmax(z):
     logp = z_target - logsumexp(z)                dlogp/dz_j = [j = target] - p_j
     entropy = logsumexp(z) - sum_j p_j z_j        dentropy/dz_j = -p_j (z_j - sum_k p_k z_k)
 
-Gradients are exact for both (closed forms above), so no collective has to be differentiated.
+Gradients are exact for both (closed forms above), so no collective has to be differentiated. Some models cap their
+logits y softly: with a cap c, z = c tanh(y / c) / temperature, and dz/dy = (1 - tanh(y / c)^2) / temperature.
 """
 
 from typing import NamedTuple
@@ -29,13 +30,33 @@ class _Head(NamedTuple):
     num_true: int
     """Rows that are true vocabulary; the padding comes after them."""
     temperature: float
+    softcap: float | None
     group: dist.ProcessGroup
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, V/tp] float32, divided by the temperature; padded columns are -inf. Local."""
-        logits = device.matmul_float32(hidden, self.weight.t()).div_(self.temperature)
+        """[n, H] -> [n, V/tp] float32, capped and divided by the temperature; padded columns are -inf. Local."""
+        logits = device.matmul_float32(hidden, self.weight.t())
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits.div_(self.temperature)
         logits[:, self.num_true :] = -torch.inf
         return logits
+
+    def through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """From the gradient by `logits` [n, V/tp] to that by the product of hidden states and weight, in place. Local.
+
+        Padded columns have gradient 0.
+        """
+        gradient.div_(self.temperature)
+        if self.softcap is not None:
+            tanh = logits[:, : self.num_true] * (self.temperature / self.softcap)
+            gradient[:, : self.num_true] *= 1 - tanh.square_()
+        return gradient
+
+
+def soft_capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(scores / cap), in the dtype of `scores` (Gemma 2, arXiv:2408.00118, section 2)."""
+    return (scores / cap).tanh_() * cap
 
 
 class _Chunk(NamedTuple):
@@ -55,6 +76,7 @@ def fused_logprob(
     group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -63,7 +85,7 @@ def fused_logprob(
     hidden [N, H], the same on all ranks of `group`; weight [V/tp, H], rank r holding vocabulary rows r * V/tp onwards
     (V is the padded size); targets [N] int64, -1 or any negative number where nothing is asked: there logp and
     entropy are 0, and so are their gradients. Rows of `weight` from `vocab_size` on are padding and have probability
-    0. Logits are divided by `temperature` once, before the softmax, for both results.
+    0. Logits are capped by `softcap`, then divided by `temperature` once, before the softmax, for both results.
 
     Returns (logp [N], entropy [N] or None), float32 nats, the same on all ranks. The gradient of `hidden` is this
     rank's share, from its own vocabulary rows: whoever made `hidden` sums it over the group, as megatron-core's
@@ -76,7 +98,7 @@ def fused_logprob(
     if targets.numel() and int(targets.max()) >= vocab_size:
         raise ValueError(f"target {int(targets.max())} is not in a vocabulary of {vocab_size}")
     logp, entropy = _FusedLogprob.apply(
-        hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, with_entropy
+        hidden, weight, targets, (vocab_size, temperature, softcap, group), chunk_tokens, with_entropy
     )
     return logp, entropy if with_entropy else None
 
@@ -85,8 +107,8 @@ class _FusedLogprob(torch.autograd.Function):
     """Chunk by chunk forward; chunk by chunk again backward, from two saved numbers a position."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, with_entropy):
-        head = _head(weight, vocab_size, temperature, group)
+    def forward(ctx, hidden, weight, targets, head_options, chunk_tokens, with_entropy):
+        head = _head(weight, *head_options)
         parts = [
             _measure(head, piece, target)
             for piece, target in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
@@ -96,7 +118,7 @@ class _FusedLogprob(torch.autograd.Function):
         valid = targets >= 0
         entropy = (log_normaliser - mean_logit).where(valid, 0.0)
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, mean_logit)
-        ctx.head_options = (vocab_size, temperature, group)
+        ctx.head_options = head_options
         ctx.chunk_tokens, ctx.with_entropy = chunk_tokens, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -128,13 +150,15 @@ class _FusedLogprob(torch.autograd.Function):
                 grad_weight += grad_logits.t() @ hidden[at]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def _head(weight: torch.Tensor, vocab_size: int, temperature: float, group: dist.ProcessGroup) -> _Head:
+def _head(
+    weight: torch.Tensor, vocab_size: int, temperature: float, softcap: float | None, group: dist.ProcessGroup
+) -> _Head:
     first = group.rank() * len(weight)
     num_true = min(max(vocab_size - first, 0), len(weight))
-    return _Head(weight, first, num_true, temperature, group)
+    return _Head(weight, first, num_true, temperature, softcap, group)
 
 
 def _measure(head: _Head, hidden: torch.Tensor, targets: torch.Tensor) -> _Chunk:
@@ -163,7 +187,7 @@ def _logit_gradient(
     grad_logp: torch.Tensor,
     grad_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient by this rank's undivided logits of one chunk, [n, V/tp] float32. Local."""
+    """Gradient by this rank's product of hidden states and weight for one chunk, [n, V/tp] float32. Local."""
     logits = head.logits(hidden)
     probability = (logits - log_normaliser[:, None]).exp()
     factor = -grad_logp[:, None]
@@ -173,7 +197,7 @@ def _logit_gradient(
     gradient = probability * factor
     column, is_mine = _columns(head, targets)
     gradient.scatter_add_(1, column[:, None], grad_logp.where(is_mine, 0.0)[:, None])
-    return gradient.div_(head.temperature)
+    return head.through(gradient, logits)
 
 
 def _columns(head: _Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,9 +24,7 @@ def exported_config(source: Path, architecture: Architecture, head: Head, dtype:
     a reader that finds the other's spelling only falls back to defaults without a word.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    rope = architecture.rope.as_dict()
-    scaling = None if architecture.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-    config |= {"rope_theta": architecture.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
+    config |= _rope_fields(architecture)
     config |= {"torch_dtype": dtype, "dtype": dtype, "head_dim": architecture.head_dim}
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
     labels = ("num_labels", "id2label", "label2id")
@@ -36,6 +34,17 @@ def exported_config(source: Path, architecture: Architecture, head: Head, dtype:
         return config | {"architectures": [f"{prefix}ForCausalLM"]}
     classifier = {"architectures": [f"{prefix}ForSequenceClassification"], "pad_token_id": _pad(source, config)}
     return config | _ONE_LABEL | classifier
+
+
+def _rope_fields(architecture: Architecture) -> dict[str, Any]:
+    rope, other = architecture.rope.as_dict(), architecture.window_rope
+    outside = ("rope_theta", "partial_rotary_factor")
+    scaling = None if architecture.rope.kind == "default" else {k: v for k, v in rope.items() if k not in outside}
+    fields = {name: rope[name] for name in outside if name in rope} | {"rope_scaling": scaling}
+    if other is None:
+        return fields | {"rope_parameters": rope}
+    both = {"full_attention": rope, "sliding_attention": other.as_dict()}
+    return fields | {"rope_local_base_freq": other.theta, "rope_parameters": both}
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -4,13 +4,15 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarlhf.models.attention import causal_attention
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.attention import Scoring, causal_attention
 from megarlhf.models.spec import layer_spec
+from tests import tiny
 
 QUERIES, GROUPS, SIZE = 6, 2, 5
 
 
-def slow_attention(query, key, value, window=100):
+def slow_attention(query, key, value, window=100, softcap=None, scale=SIZE**-0.5):
     """[S, heads, D], position by position and head by head, in float64."""
     query, key, value = query.double(), key.double(), value.double()
     out = torch.zeros(query.shape[0], QUERIES, SIZE, dtype=torch.float64)
@@ -18,8 +20,9 @@ def slow_attention(query, key, value, window=100):
         for head in range(QUERIES):
             group = head // (QUERIES // GROUPS)
             seen = range(max(position - window + 1, 0), position + 1)
-            scores = [query[position, head] @ key[t, group] / math.sqrt(SIZE) for t in seen]
-            weights = torch.stack(scores).softmax(0)
+            scores = [query[position, head] @ key[t, group] * scale for t in seen]
+            scores = scores if softcap is None else [softcap * math.tanh(s / softcap) for s in scores]
+            weights = torch.tensor(scores).softmax(0)
             out[position, head] = sum(w * value[t, group] for t, w in zip(seen, weights, strict=True))
     return out.flatten(1)
 
@@ -29,10 +32,8 @@ def core():
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarlhf.config.layout import Layout
-    from megarlhf.models.architecture import Architecture
     from megarlhf.models.attention import SDPACoreAttention
     from megarlhf.models.transformer_config import transformer_config
-    from tests import tiny
 
     config = transformer_config(Architecture.from_hf(tiny.tiny_config()), Layout(), torch.float32)
     return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=object())
@@ -53,8 +54,20 @@ def test_in_a_window_a_token_sees_itself_and_those_just_before_it(window):
     torch.manual_seed(0)
     query = torch.randn(1, QUERIES, 11, SIZE)
     key, value = torch.randn(2, 1, GROUPS, 11, SIZE)
-    found = causal_attention(query, key, value, window)[0].transpose(0, 1).flatten(1)
+    found = causal_attention(query, key, value, Scoring(window=window))[0].transpose(0, 1).flatten(1)
     expected = slow_attention(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)), window)
+    assert torch.allclose(found.double(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.7, 0.5), Scoring(None, 2.0, 3), Scoring(0.3, None, 4), Scoring(0.3)])
+def test_scores_are_scaled_then_capped(scoring, monkeypatch):
+    monkeypatch.setattr("megarlhf.models.attention._BLOCK_ROWS", 4)
+    torch.manual_seed(0)
+    query = torch.randn(1, QUERIES, 11, SIZE)
+    key, value = torch.randn(2, 1, GROUPS, 11, SIZE)
+    found = causal_attention(query, key, value, scoring)[0].transpose(0, 1).flatten(1)
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    expected = slow_attention(*rows, scoring.window or 100, scoring.softcap, scoring.scale or SIZE**-0.5)
     assert torch.allclose(found.double(), expected, atol=1e-6)
 
 
@@ -71,6 +84,6 @@ def test_packed_rows_attend_only_to_themselves(core):
 
 
 def test_a_layer_keeps_the_module_names_of_the_local_spec():
-    submodules = layer_spec().submodules
+    submodules = layer_spec(Architecture.from_hf(tiny.tiny_config())).submodules
     assert submodules.input_layernorm is submodules.pre_mlp_layernorm
     assert submodules.self_attention.submodules.linear_qkv is not None

@@ -168,15 +168,15 @@ def test_absent_fields_take_the_defaults_of_transformers(family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_window_is_read_where_transformers_reads_one(family):
     config = {**tiny.tiny_config(family=family), "sliding_window": 5, "use_sliding_window": False}
-    assert Architecture.from_hf(config).window is None
-    assert Architecture.from_hf({**config, "use_sliding_window": True, "max_window_layers": 4}).window is None
+    assert Architecture.from_hf(config).windows == ()
     whole = {**config, "use_sliding_window": True, "max_window_layers": 0}
-    assert Architecture.from_hf(whole).window == 5
-    assert Architecture.from_hf({**whole, "sliding_window": None}).window is None
+    assert Architecture.from_hf(whole).windows == (5, 5, 5, 5)
+    assert Architecture.from_hf({**whole, "max_window_layers": 4}).windows == ()
+    assert Architecture.from_hf({**whole, "max_window_layers": 3}).windows == (None, None, None, 5)
+    assert Architecture.from_hf({**whole, "sliding_window": None}).windows == ()
     mixed = ["full_attention", "sliding_attention"] * 2
+    assert Architecture.from_hf({**whole, "layer_types": mixed}).windows == (None, 5, None, 5)
     for fields, word in (
-        ({"max_window_layers": 2}, "sliding_window in 2 of 4 layers"),
-        ({"layer_types": mixed}, "sliding_window in 2 of 4 layers"),
         ({"layer_types": mixed[:3]}, "layer_types names 3 layers"),
         ({"layer_types": ["chunked_attention"] * 4}, "field layer_types"),
         ({"sliding_window": 0}, "field sliding_window is 0"),
@@ -196,8 +196,8 @@ def test_a_wrong_window_would_be_caught(window, folders, alone, tmp_path):
 
 def test_mistral_looks_back_4096_tokens_unless_its_config_says_otherwise():
     config = tiny.tiny_config(family="mistral")
-    assert Architecture.from_hf(config).window == 4096
-    assert Architecture.from_hf({**config, "sliding_window": None}).window is None
+    assert Architecture.from_hf(config).windows == (4096,) * 4
+    assert Architecture.from_hf({**config, "sliding_window": None}).windows == ()
 
 
 def test_the_refusal_of_an_unknown_family_names_the_known_ones():

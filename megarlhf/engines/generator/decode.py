@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.steps import Steps
-from megarlhf.models.attention import causal_attention
+from megarlhf.models.attention import causal_attention, masked_attention
 from megarlhf.models.build import Model
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,10 +48,10 @@ def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int
         padded[places] = flat
         return padded.view(len(prompts), longest, *flat.shape[1:]).transpose(1, 2)
 
-    def attend(_layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = pad(key), pad(value)
         layers.append(torch.stack([keys, values]))
-        context = causal_attention(pad(query), keys, values, model.architecture.window)
+        context = causal_attention(pad(query), keys, values, steps[layer].scoring)
         return context.transpose(1, 2).flatten(0, 1)[places].flatten(1)
 
     hidden = _run_stage(model, steps, tokens, positions, attend)
@@ -68,21 +67,26 @@ def decode(
 
     `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
     """
-    dtype, window = cache.blocks.dtype, model.architecture.window
-    places = torch.arange(longest, device=lengths.device)
-    unseen = places > lengths[:, None]
-    if window is not None:
-        unseen |= places <= lengths[:, None] - window
-    mask = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device).masked_fill_(unseen, -torch.inf)[:, None, None]
+    masks = {step.scoring.window: _mask(lengths, longest, step.scoring.window, cache.blocks.dtype) for step in steps}
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache.append(layer, key, value, lengths)
         keys, values = cache.read(layer, len(tokens), longest)
         # the heads that share a group become its query positions: no repeated keys
-        grouped = query.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1)
+        grouped, scoring = query.unflatten(1, (keys.shape[1], -1)), steps[layer].scoring
+        return masked_attention(grouped, keys, values, masks[scoring.window], scoring).flatten(1)
 
     return _run_stage(model, steps, tokens, lengths, attend)
+
+
+def _mask(lengths: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[A, 1, 1, longest]: 0 for the cached tokens that the token at `lengths` [A] sees, -inf for the others."""
+    places = torch.arange(longest, device=lengths.device)
+    unseen = places > lengths[:, None]
+    if window is not None:
+        unseen |= places <= lengths[:, None] - window
+    mask = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(unseen, -torch.inf)[:, None, None]
 
 
 def _run_stage(
@@ -92,11 +96,11 @@ def _run_stage(
     (chunk,) = model.chunks
     groups = model.groups
     if groups.is_first_stage:
-        hidden = chunk.embedding(tokens[None], positions[None])
+        hidden = chunk.embed(tokens[None], positions[None])
     else:
         hidden = torch.empty(len(tokens), 1, model.config.hidden_size, dtype=model.dtype, device=tokens.device)
         dist.recv(hidden, src=_neighbour(model, -1), group=groups.pp)
-    hidden = _run_layers(steps, hidden, chunk.rotary(positions)[:, 0], attend)
+    hidden = _run_layers(steps, hidden, chunk.rotary(positions)[:, :, 0], attend)
     if groups.is_last_stage:
         return chunk.decoder.final_layernorm(hidden)
     dist.send(hidden.contiguous(), dst=_neighbour(model, 1), group=groups.pp)
@@ -108,16 +112,21 @@ def _neighbour(model: Model, offset: int) -> int:
 
 
 def _run_layers(steps: Sequence[Steps], hidden: torch.Tensor, angles: torch.Tensor, attend: Attend) -> torch.Tensor:
-    cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+    turns = list(zip(angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), strict=True))
     for index, step in enumerate(steps):
         query, key, value = step.heads(step.input_norm(hidden))
-        query, key = _rotate(query[:, 0], cos, sin), _rotate(key[:, 0], cos, sin)
+        query, key = (_rotate(heads[:, 0], *turns[step.rope_place]) for heads in (query, key))
         hidden = hidden + step.project(attend(index, query, key, value[:, 0])[:, None])
         hidden = hidden + step.mlp(step.mlp_norm(hidden))
     return hidden
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [N, heads, D] by their tokens' angles [N, 1, D] (RoFormer, eq. 34, in halves, not pairs)."""
-    first, second = heads.chunk(2, -1)
-    return heads * cos + torch.cat([-second, first], -1) * sin
+    """Rotates the first R numbers of heads [N, heads, D] by their tokens' angles [N, 1, R].
+
+    RoFormer, equation 34, in halves, not pairs.
+    """
+    turned, kept = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, kept], -1) if kept.shape[-1] else turned

@@ -19,6 +19,7 @@ from megarlhf.engines.generator.requests import Completion, Request, Sampling
 from megarlhf.engines.generator.sampler import Choice, Shard, choose
 from megarlhf.engines.generator.steps import head_map, layer_steps
 from megarlhf.models.build import Model
+from megarlhf.parallel.logprob import soft_capped
 
 _REFILL = 8
 """Slots are refilled once 1 in so many is free: a prefill of one prompt costs nearly a whole decoding step."""
@@ -129,10 +130,15 @@ class Flight:
         choice = None
         if self._head is not None:
             _, _, counts, keys, _ = self._slots[:, : self._num_active]
-            logits = self._head(hidden[:, 0]).float()
+            logits = self._logits(hidden)
             choice = choose(logits, keys, counts, self._sampling, self._shard(logits.shape[1]))
         is_alone = self._model.groups.layout.pp == 1
         return choice if is_alone else _from_last_stage(choice, self._num_active, self._model)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's [A, V/tp] float32 from hidden states [A, 1, H]."""
+        logits, cap = self._head(hidden[:, 0]).float(), self._model.architecture.logit_softcap
+        return logits if cap is None else soft_capped(logits, cap)
 
     def _shard(self, width: int) -> Shard:
         groups, architecture = self._model.groups, self._model.architecture

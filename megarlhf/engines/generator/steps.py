@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.attention import Scoring
 from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
 
@@ -36,6 +38,9 @@ class Steps:
     mlp_norm: Map
     mlp: Map
     """Summed over tensor ranks."""
+    scoring: Scoring
+    rope_place: int
+    """Which of the architecture's ropes turns the layer's heads."""
 
 
 def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
@@ -43,10 +48,12 @@ def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
 
     A model with LoRA's adapters runs by its modules: repacked weights would leave the adapters out.
     """
-    (chunk,) = model.chunks
+    (chunk,), architecture = model.chunks, model.architecture
     pack = num_new_tokens >= _WORTH_PACKING and can_pack(model) and not adapters(model)
     return [
-        _packed_steps(layer, model.groups.tp) if pack and _is_plain(layer) else _module_steps(layer)
+        _packed_steps(layer, architecture, model.groups.tp)
+        if pack and _is_plain(layer)
+        else _module_steps(layer, architecture)
         for layer in chunk.decoder.layers
     ]
 
@@ -66,7 +73,7 @@ def can_pack(model: Model) -> bool:
     return model.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _module_steps(layer: torch.nn.Module) -> Steps:
+def _module_steps(layer: torch.nn.Module, architecture: Architecture) -> Steps:
     attention = layer.self_attention
     return Steps(
         input_norm=layer.input_layernorm,
@@ -74,6 +81,8 @@ def _module_steps(layer: torch.nn.Module) -> Steps:
         project=lambda context: _with_bias(attention.linear_proj(context)),
         mlp_norm=layer.pre_mlp_layernorm,
         mlp=lambda hidden: _with_bias(layer.mlp(hidden)),
+        scoring=attention.core_attention.scoring,
+        rope_place=architecture.rope_place(layer.layer_number - 1),
     )
 
 
@@ -83,35 +92,48 @@ def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """The layer is made of megatron-core's local modules, its feed-forward is SwiGLU; only `linear_qkv` has a bias."""
+    """The layer is made of megatron-core's local modules, its feed-forward is gated; only `linear_qkv` has a bias."""
     attention, mlp = layer.self_attention, layer.mlp
     return (
         type(mlp) is MLP
         and type(attention.linear_qkv) is type(mlp.linear_fc1) is ColumnParallelLinear
         and type(attention.linear_proj) is type(mlp.linear_fc2) is RowParallelLinear
         and mlp.config.gated_linear_unit
-        and mlp.config.activation_func is F.silu
         and not mlp.config.add_bias_linear
     )
 
 
-def _packed_steps(layer: torch.nn.Module, group: dist.ProcessGroup) -> Steps:
+def _packed_steps(layer: torch.nn.Module, architecture: Architecture, group: dist.ProcessGroup) -> Steps:
     attention = layer.self_attention
     qkv = _packed(attention.linear_qkv.weight, attention.linear_qkv.bias)
     projection = _packed(attention.linear_proj.weight)
     gate_and_up, down = _packed(layer.mlp.linear_fc1.weight), _packed(layer.mlp.linear_fc2.weight)
 
-    def swiglu(hidden: torch.Tensor) -> torch.Tensor:
+    activation = layer.mlp.config.activation_func
+    norm_attention, norm_mlp = _post_norms(layer) if architecture.post_norms else (_same, _same)
+
+    def gated(hidden: torch.Tensor) -> torch.Tensor:
         gate, up = gate_and_up(hidden).chunk(2, dim=-1)
-        return _summed(down(F.silu(gate) * up), group)
+        return norm_mlp(_summed(down(activation(gate) * up), group))
 
     return Steps(
         input_norm=layer.input_layernorm,
         heads=lambda hidden: attention.split(qkv(hidden)),
-        project=lambda context: _summed(projection(context), group),
+        project=lambda context: norm_attention(_summed(projection(context), group)),
         mlp_norm=layer.pre_mlp_layernorm,
-        mlp=swiglu,
+        mlp=gated,
+        scoring=attention.core_attention.scoring,
+        rope_place=architecture.rope_place(layer.layer_number - 1),
     )
+
+
+def _post_norms(layer: torch.nn.Module) -> tuple[Map, Map]:
+    """The norms of what attention and feed-forward give."""
+    return layer.self_attention.linear_proj.post_layernorm, layer.mlp.linear_fc2.post_layernorm
+
+
+def _same(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Map:
