@@ -4,14 +4,20 @@
 """
 
 from megarlhf.device.arithmetic import matmul_float32
+from megarlhf.device.local import run_local_ranks
+from megarlhf.device.megatron import gradients_for_norm
 from megarlhf.device.memory import empty_cache, memory_allocated_bytes, pinned, synchronize
 from megarlhf.device.setup import backend, current, is_prepared, prepare
-from megarlhf.device.world import join_world, launched_world_size, leave_world
+from megarlhf.device.world import Worlds, is_first_rank, is_launched, join_world, launched_world_size, leave_world
 
 __all__ = [
+    "Worlds",
     "backend",
     "current",
     "empty_cache",
+    "gradients_for_norm",
+    "is_first_rank",
+    "is_launched",
     "is_prepared",
     "join_world",
     "launched_world_size",
@@ -20,5 +26,6 @@ __all__ = [
     "memory_allocated_bytes",
     "pinned",
     "prepare",
+    "run_local_ranks",
     "synchronize",
 ]

@@ -47,3 +47,10 @@ def version() -> tuple[int, int]:
 
     major, minor = __version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def gradients_for_norm(optimizer) -> list:
+    """The main gradients of one megatron-core optimizer that count in the norm: shared and replicated ones once."""
+    if hasattr(optimizer, "get_grads_for_grad_norm"):  # 0.19.2, where its name no longer says "main"
+        return optimizer.get_grads_for_grad_norm()
+    return optimizer.get_main_grads_for_grad_norm()

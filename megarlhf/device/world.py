@@ -1,9 +1,12 @@
 """Joining and leaving torch.distributed: from a launcher's environment, or a world of one without a launcher."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megarlhf.device.setup import backend, current, has_gpu
 from megarlhf.errors import ConfigError
@@ -30,6 +33,44 @@ def join_world(timeout_s: float = 600) -> tuple[int, int]:
 def launched_world_size() -> int:
     """Ranks that the launcher started, without joining them; 1 without one. Raises ConfigError as `join_world` does."""
     return place_in_world()[1]
+
+
+def is_launched() -> bool:
+    """A launcher has started this process as one of several ranks (or as the only one)."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def is_first_rank() -> bool:
+    """This process speaks for all launched ones."""
+    return place_in_world()[0] == 0
+
+
+class Worlds:
+    """Worlds of the first 1, 2, 3... of the launched ranks, one after the other."""
+
+    def __init__(self, timeout_s: float = 3600):
+        """`timeout_s` bounds every collective, and how long a rank waits until its next world begins."""
+        self.rank, self.size, store = place_in_world()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = store or next(rendezvous("env://", self.rank, self.size, timeout=self._timeout))[0]
+        self._count = 0
+
+    @contextmanager
+    def of(self, num_ranks: int) -> Iterator[bool]:
+        """Inside the block ranks 0 to `num_ranks` - 1 are the world, and are given true (collective over them).
+
+        Every launched rank asks for the same worlds in the same order. A failure leaves the world as it is.
+        """
+        self._count += 1
+        is_in = self.rank < num_ranks
+        if is_in:
+            store = dist.PrefixStore(f"world{self._count}", self._store)
+            device = {"device_id": current()} if has_gpu() else {}
+            dist.init_process_group(
+                backend(), rank=self.rank, world_size=num_ranks, store=store, timeout=self._timeout, **device
+            )
+        yield is_in
+        leave_world()
 
 
 def leave_world() -> None:

@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megarlhf import device
 from megarlhf.algorithms.schedule import learning_rate
 from megarlhf.config.settings import Optimizer
+from megarlhf.engines.gradient_norm import gradient_norm
 from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.errors import TrainingError
 from megarlhf.models.build import Model
@@ -152,7 +153,7 @@ class Learner:
         """Clips and applies. The norm spans the world, so that all ranks skip together."""
         optimizer = self._optimizer
         optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+        norm = gradient_norm(optimizer, self.model.groups.world)
         if not math.isfinite(norm):
             return norm, False
         for part in optimizer.chained_optimizers:
