@@ -42,3 +42,7 @@ class RemoteError(MegarlhfError, ConnectionError):
 
 class TrainingError(MegarlhfError, RuntimeError):
     """The run cannot go on: for example several non-finite updates in a row."""
+
+
+class ResidencyError(MegarlhfError, RuntimeError):
+    """Something is not where a stage needs it: not on the device, there twice, or more than the budget holds."""

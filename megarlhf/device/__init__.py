@@ -6,18 +6,34 @@
 from megarlhf.device.arithmetic import matmul_float32
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import gradients_for_norm
-from megarlhf.device.memory import empty_cache, memory_allocated_bytes, pinned, synchronize
+from megarlhf.device.memory import (
+    PeakMeter,
+    beside_computation,
+    copies_are_next,
+    empty_cache,
+    is_host,
+    memory_allocated_bytes,
+    pinned,
+    pinned_empty,
+    return_freed_memory,
+    synchronize,
+    wait_for_copies,
+)
 from megarlhf.device.setup import backend, current, is_prepared, prepare
 from megarlhf.device.world import Worlds, is_first_rank, is_launched, join_world, launched_world_size, leave_world
 
 __all__ = [
     "Worlds",
+    "PeakMeter",
     "backend",
+    "beside_computation",
+    "copies_are_next",
     "current",
     "empty_cache",
     "gradients_for_norm",
     "is_first_rank",
     "is_launched",
+    "is_host",
     "is_prepared",
     "join_world",
     "launched_world_size",
@@ -25,7 +41,10 @@ __all__ = [
     "matmul_float32",
     "memory_allocated_bytes",
     "pinned",
+    "pinned_empty",
     "prepare",
     "run_local_ranks",
+    "return_freed_memory",
     "synchronize",
+    "wait_for_copies",
 ]

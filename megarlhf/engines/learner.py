@@ -87,6 +87,8 @@ class Learner:
         self.num_updates = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
+        self.require_resident: Callable[[], None] = lambda: None
+        """Raises when weights, gradients or optimizer are not on the device; set by whoever moves them."""
         self._chunks = [_with_gradients(model, chunk) for chunk in model.chunks]
         self._optimizer = _build_optimizer(model, self._chunks, settings)
         model.config.finalize_model_grads_func = _sum_gradients
@@ -95,6 +97,21 @@ class Learner:
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         return learning_rate(self.num_updates, self.total_updates, self.settings)
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """The flat buffers that every `main_grad` is a view of; what they hold outlives no update."""
+        return [buffer.grad_data for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Moments and, where weights are bfloat16, float32 masters; moments begin with the first update.
+
+        Step counters, which are single numbers, are not among them.
+        """
+        found: list[torch.Tensor] = []
+        for part in self._optimizer.chained_optimizers:
+            found += [shard for group in part.shard_fp32_from_float16_groups for shard in group if shard is not None]
+            found += [value for state in part.optimizer.state.values() for value in state.values() if value.dim()]
+        return found
 
     def update(self, parts: Sequence[Part]) -> Update:
         """One optimizer step on the sum of the parts' losses, or a skipped one if a gradient is not finite.
@@ -120,6 +137,7 @@ class Learner:
 
         A data-parallel rank has only the shard that its optimizer steps, unless `complete_gradients`.
         """
+        self.require_resident()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
             chunk.train()

@@ -16,6 +16,13 @@ class Average:
         self._decay = decay
         # float32, whatever the weights are: bfloat16 cannot hold steps of a thousandth.
         self._host = {key: device.pinned(_host_copy(parameter)) for key, parameter in parameters.items()}
+        self.bytes_exchanged = 0
+        """Bytes copied so far, into a module and out of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held."""
+        return sum(tensor.nbytes for tensor in self._host.values())
 
     @torch.no_grad()
     def update(self, parameters: Mapping[Hashable, torch.Tensor]) -> None:
@@ -35,6 +42,7 @@ class Average:
             yield
         finally:
             _fill(parameters, ours)
+            self.bytes_exchanged += 2 * sum(parameter.nbytes for parameter in parameters.values())
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

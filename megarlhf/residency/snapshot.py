@@ -1,28 +1,45 @@
-"""A second set of weights for an allocated model: kept on the host, exchanged in while a `with` block runs.
+"""A second set of weights for an allocated model: kept elsewhere, exchanged in while a `with` block runs.
 
 The reference needs no module of its own: it is the actor's training module holding other weights for one stage.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from megarlhf import device
+from megarlhf.residency.files import BytesFile, bytes_of
 
 
 class Snapshot:
-    """Host copies of parameters. Whichever set of weights is not in the module is in the snapshot."""
+    """Copies of parameters on the host, the device or disk. Whichever set of weights is not in the module is in there."""
 
-    def __init__(self, parameters: Mapping[Hashable, torch.nn.Parameter]):
-        """Copies `parameters` as they are now."""
-        self._host = {key: device.pinned(parameter.detach().cpu().clone()) for key, parameter in parameters.items()}
+    def __init__(
+        self,
+        parameters: Mapping[Hashable, torch.nn.Parameter],
+        *,
+        on_device: bool = False,
+        file: Path | None = None,
+    ):
+        """Copies `parameters` as they are now: to the host, or to `file`, or beside them on their device."""
+        self._file = None if file is None else BytesFile(file)
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self._offsets: dict[Hashable, int] = {}
+        self._keys = parameters.keys()
         self._inside = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory held."""
-        return sum(tensor.nbytes for tensor in self._host.values())
+        self.num_bytes = 0
+        """Memory or disk held."""
+        self.bytes_exchanged = 0
+        """Bytes copied so far, into the module and out of it."""
+        for key, parameter in parameters.items():
+            self._offsets[key] = self.num_bytes
+            self.num_bytes += parameter.nbytes
+            if self._file is not None:
+                self._file.write(self._offsets[key], bytes_of(parameter))
+            else:
+                self._kept[key] = parameter.detach().clone() if on_device else device.pinned(parameter)
 
     @contextmanager
     def swapped_in(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Iterator[None]:
@@ -40,10 +57,20 @@ class Snapshot:
             self._exchange(parameters)
             self._inside = False
 
+    def close(self) -> None:
+        """Removes the file."""
+        if self._file is not None:
+            self._file.remove()
+
     @torch.no_grad()
     def _exchange(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> None:
-        assert parameters.keys() == self._host.keys(), "the snapshot was taken of a model with other parameters"
+        assert parameters.keys() == self._keys, "the snapshot was taken of a model with other parameters"
         for key, parameter in parameters.items():
-            ours = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(self._host[key])
-            self._host[key].copy_(ours)
+            ours = parameter.detach().clone()
+            if self._file is None:
+                parameter.copy_(self._kept[key])
+                self._kept[key].copy_(ours)
+            else:
+                self._file.read(self._offsets[key], bytes_of(parameter))
+                self._file.write(self._offsets[key], bytes_of(ours))
+            self.bytes_exchanged += 2 * parameter.nbytes

@@ -1,0 +1,77 @@
+"""From a run's settings to its tenants: where each waits, and which stages a step has. Pure; no torch.
+
+The planner and the run read the same tables, so that what is predicted is what is done.
+"""
+
+from dataclasses import dataclass
+
+from megarlhf.config.residency import CriticResidency, Residency, TrainedResidency
+from megarlhf.config.runs import OnlineRun
+from megarlhf.residency.stages import CACHE, GRADIENTS, OPTIMIZER, PACKED, WEIGHTS, Place, Stage, Tenant
+
+GENERATOR_CACHE, GENERATOR_PACKED = Tenant("generator", CACHE), Tenant("generator", PACKED)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which models live in the module of another."""
+
+    reward_in_critic: bool = False
+    """The reward model's weights are exchanged into the critic's module."""
+    generator_in_actor: bool = False
+    """The training weights are sampled from: there are no others."""
+
+
+def homes(settings: OnlineRun) -> dict[Tenant, Place]:
+    """Where each tenant of a run that samples waits. The generator's cache and repacked weights never outlive a rollout.
+
+    A run without a reward model has none of its weights, one without a critic none of the critic's.
+    """
+    residency = settings.residency
+    found = _trained("actor", residency.actor, residency.idle)
+    if isinstance(residency, CriticResidency):
+        found |= _trained("critic", residency.critic, residency.idle)
+    found[Tenant("reference", WEIGHTS)] = reference_home(residency)
+    if settings.reward.model:
+        found[Tenant("reward", WEIGHTS)] = residency.reward or residency.idle
+    generator = residency.generator or ("device" if residency.idle == "device" else "freed")
+    if generator != "view":
+        found[Tenant("generator", WEIGHTS)] = "gone" if generator == "freed" else "device"
+    return found | {GENERATOR_CACHE: "gone", GENERATOR_PACKED: "gone"}
+
+
+def reference_home(residency: Residency) -> Place:
+    """Where the reference's weights wait; never on the device unless that is asked for."""
+    return residency.reference or ("host" if residency.idle == "device" else residency.idle)
+
+
+def _trained(model: str, section: TrainedResidency, idle: Place) -> dict[Tenant, Place]:
+    gradients = section.gradients or ("device" if idle == "device" else "freed")
+    return {
+        Tenant(model, WEIGHTS): section.weights or idle,
+        Tenant(model, GRADIENTS): "device" if gradients == "device" else "gone",
+        Tenant(model, OPTIMIZER): section.optimizer or idle,
+    }
+
+
+def all_of(model: str) -> tuple[Tenant, ...]:
+    """What an update of a model works with."""
+    return Tenant(model, WEIGHTS), Tenant(model, GRADIENTS), Tenant(model, OPTIMIZER)
+
+
+def stages(found: dict[Tenant, Place], sharing: Sharing) -> tuple[Stage, ...]:
+    """The stages of a step in order, of a run with the tenants of `homes`.
+
+    Before sampling: optimizer and gradients out, new weights into the generation layout bucket by bucket, the training
+    weights out, then the cache.
+    """
+    actor, critic, reward = (Tenant(model, WEIGHTS) for model in ("actor", "critic", "reward"))
+    reference, generator = Tenant("reference", WEIGHTS), Tenant("generator", WEIGHTS)
+    sampled = actor if sharing.generator_in_actor else generator
+    steps = [] if sharing.generator_in_actor else [Stage("reshard", (actor, generator))]
+    steps += [Stage("generate", (sampled, GENERATOR_PACKED, GENERATOR_CACHE)), Stage("logp", (actor,))]
+    steps += [Stage("reference", (actor, reference))] if reference in found else []
+    steps += [Stage("reward", ((critic, reward) if sharing.reward_in_critic else (reward,)))] if reward in found else []
+    if critic in found:
+        steps += [Stage("value", (critic,)), Stage("learn_critic", all_of("critic"))]
+    return (*steps, Stage("learn_actor", all_of("actor")))
