@@ -13,6 +13,7 @@ from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import lora_violations
+from megarlhf.config.residency import residency_violations, view_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
 from megarlhf.config.settings import Critic, Reward, Trainee
 from megarlhf.errors import ConfigError
@@ -67,6 +68,7 @@ RANGES = {
     "actor.average_decay": DECAY,
     "reference.follow_rate": FRACTION,
     "pretraining.coef": NOT_NEGATIVE,
+    "residency.device_gib": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
     "run.seed": SEED,
     "run.steps": AT_LEAST_ONE,
@@ -224,6 +226,10 @@ def _adapters(settings: AnyRun) -> Iterator[str]:
 
 def _consistency(settings: OnlineRun) -> Iterator[str]:
     rollout = settings.rollout
+    yield from residency_violations(settings.residency, follows=settings.reference.follow_rate > 0)
+    if settings.residency.generator == "view":
+        actor = settings.actor
+        yield from view_violations(actor.train, actor.generate, actor.lora.rank)
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
     if rollout.extra_rounds and rollout.samples_per_prompt == 1:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megarlhf.config.layout import Layout
+
 Place = Literal["device", "host", "disk"]
 Freed = Literal["device", "freed"]
 
@@ -26,7 +28,7 @@ class Residency:
 
     idle: Place = "device"
     """Where everything waits that has no place of its own below. device: all models stay in device memory; host: in
-    pinned host memory (on a CPU a copy in the same memory, which saves nothing); disk: in files, their memory is freed."""
+    pinned host memory (on a CPU a copy in the same memory: nothing is saved); disk: in files, and memory is freed."""
     actor: TrainedResidency = TrainedResidency()
     """The actor's parts."""
     reference: Place | None = None
@@ -52,6 +54,20 @@ class CriticResidency(Residency):
 
     critic: TrainedResidency = TrainedResidency()
     """The critic's parts."""
+
+
+def view_violations(train: Layout, generate: Layout, lora_rank: int) -> Iterator[str]:
+    """Why the training weights cannot be sampled from as they are."""
+    if train != generate:
+        yield (
+            f"residency.generator: view samples from the training weights, and actor.generate {generate} is another "
+            f"layout than actor.train {train}; make them the same, or choose freed"
+        )
+    if lora_rank:
+        yield (
+            f"residency.generator: view and actor.lora.rank {lora_rank}: adapters are merged into the weights that are "
+            "sampled from, which needs a copy; choose freed"
+        )
 
 
 def residency_violations(settings: Residency, *, follows: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megarlhf.config.algorithms import DPO, GRPO, KTO, RLOO, SFT, ReinforcePlusPlus, RewardModelling
 from megarlhf.config.corpus import Corpus, Negatives
+from megarlhf.config.residency import Residency
 from megarlhf.config.settings import (
     Actor,
     CorpusRun,
@@ -28,6 +29,7 @@ class GRPORun:
     algorithm: GRPO = GRPO()
     rollout: Rollout = Rollout(samples_per_prompt=8)
     data: Data = Data()
+    residency: Residency = Residency()
     run: Run = Run(dir="runs/grpo")
 
 
@@ -41,6 +43,7 @@ class RLOORun:
     algorithm: RLOO = RLOO()
     rollout: Rollout = Rollout(samples_per_prompt=4)
     data: Data = Data()
+    residency: Residency = Residency()
     run: Run = Run(dir="runs/rloo")
 
 
@@ -54,6 +57,7 @@ class ReinforceRun:
     algorithm: ReinforcePlusPlus = ReinforcePlusPlus()
     rollout: Rollout = Rollout()
     data: Data = Data()
+    residency: Residency = Residency()
     run: Run = Run(dir="runs/reinforce++")
 
 

@@ -10,6 +10,7 @@ from megarlhf.config.algorithms import PPO
 from megarlhf.config.corpus import Texts
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
+from megarlhf.config.residency import CriticResidency
 
 Precision = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
@@ -232,4 +233,5 @@ class PPORun:
     pretraining: Pretraining = field(default_factory=Pretraining)
     rollout: Rollout = field(default_factory=Rollout)
     data: Data = field(default_factory=Data)
+    residency: CriticResidency = field(default_factory=CriticResidency)
     run: Run = field(default_factory=Run)

@@ -100,7 +100,8 @@ class Learner:
 
     def gradient_buffers(self) -> list[torch.Tensor]:
         """The flat buffers that every `main_grad` is a view of; what they hold outlives no update."""
-        return [buffer.grad_data for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [buffer.grad_data for buffer in buffers]
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Moments and, where weights are bfloat16, float32 masters; moments begin with the first update.
@@ -214,9 +215,7 @@ def _build_optimizer(model: Model, chunks: list[DistributedDataParallel], settin
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(
-        config, chunks, pg_collection=model.groups.collection, use_gloo_process_groups=False
-    )
+    return get_megatron_optimizer(config, chunks, pg_collection=model.groups.collection, use_gloo_process_groups=False)
 
 
 def _sum_gradients(chunks, _num_tokens, *, pg_collection, force_all_reduce):

@@ -140,3 +140,16 @@ class RewardModelScorer:
             return values(self.model, hidden, batch.packed.last_positions)
 
         return torch.cat(score_rows(self.model, experience, [1] * experience.num_rows, self.max_tokens, head))
+
+
+@dataclass(frozen=True)
+class ExchangedRewardModelScorer:
+    """A reward model that lives in the critic's module: `scorer`'s model with the other weights in it."""
+
+    weights: OtherWeights
+    scorer: RewardModelScorer
+
+    def scores(self, experience: Experience) -> torch.Tensor:
+        """[B] float32. Collective over the world."""
+        with self.weights.swapped_in(self.scorer.model.named_parameters()):
+            return self.scorer.scores(experience)

@@ -5,6 +5,7 @@ full of groups that carry signal or the rounds are used up; then the batch is fi
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,8 @@ class DynamicRollouts:
 
     rollouts: Rollouts
     scores: Scores
+    scoring: Callable[[], AbstractContextManager[None]]
+    """The stage that scores are given in."""
     extra_rounds: int
     report: Callable[[dict[str, Metric]], None]
     """Takes `rollout/rounds` and `rollout/groups_without_signal`."""
@@ -52,7 +55,9 @@ class DynamicRollouts:
         aside: list[Experience] = []
         first = self.num_drawn
         while len(kept) < wanted and self.num_drawn - first <= self.extra_rounds:
-            batch = self.scores.annotate(self.rollouts.draw(self.num_drawn))
+            batch = self.rollouts.draw(self.num_drawn)
+            with self.scoring():
+                batch = self.scores.annotate(batch)
             self.num_drawn += 1
             for rows in group_units(batch):
                 group = batch.select(rows)

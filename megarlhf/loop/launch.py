@@ -57,8 +57,9 @@ def run_training(command: str, settings: AnyRun, rank: int, world_size: int, *, 
         train(run)
         after = show(run) if is_online else []
         run.export()
+        run.residency.close()
     if rank == 0 and not as_json:
-        print(ending(before, after, folder, is_policy=algorithm.actor_loss is not None))
+        print(ending(before, after, folder, run.memory, is_policy=algorithm.actor_loss is not None))
 
 
 def _refuse(folder: Path, violations: list[str]) -> None:

@@ -13,11 +13,13 @@ from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer
+from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
 from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
+from megarlhf.residency.residency import Residency
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
 
@@ -50,17 +52,20 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)
     num_steps = order.steps_of(settings.data.epochs)
     model = Workshop(world_size, settings.run.seed).model(role)
+    residency = residency_of(settings)
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
     scorers: dict[str, Scorer] = {}
     followers: tuple[Follower, ...] = ()
     if isinstance(settings, DPORun | KTORun):
-        scorers, followers = _scorers(settings, algorithm, model, tokenizer.fingerprint)
+        scorers, followers = _scorers(settings, algorithm, model, tokenizer.fingerprint, residency)
+    trained = learner(model, section, num_steps)
+    house_learner(residency, role.name, trained)
     return Run(
         settings=settings,
         algorithm=algorithm,
         source=_batches(settings, examples, order, how.mask),
         scorers=scorers,
-        learners={role.name: learner(model, section, num_steps)},
+        learners={role.name: trained},
         num_steps=num_steps,
         passes=Passes(),
         temperature=1.0,
@@ -68,6 +73,8 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         spans=Spans(device.synchronize),
         state=algorithm.initial_state(settings.algorithm),
         roles={role.name: role},
+        residency=residency,
+        modules=dict.fromkeys([*scorers, f"learn_{role.name}"], (role.name,)),
         followers=followers,
     )
 
@@ -79,7 +86,7 @@ def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, 
 
 
 def _scorers(
-    settings: DPORun | KTORun, algorithm: Algorithm, model: Model, tokenizer: str
+    settings: DPORun | KTORun, algorithm: Algorithm, model: Model, tokenizer: str, residency: Residency
 ) -> tuple[dict[str, Scorer], tuple[Follower, ...]]:
     """The reference, kept here or asked, and the model itself where the algorithm reads what it says before the update.
 
@@ -91,5 +98,5 @@ def _scorers(
         found["logp"] = LogprobScorer(model, "logp_start", 1.0, max_tokens)
     if settings.reference.url:
         return found | {"reference": remote_reference(settings.reference, tokenizer, 1.0)}, ()
-    reference = local_reference(settings.reference, settings.actor, model, 1.0)
+    reference = local_reference(settings.reference, settings.actor, model, 1.0, residency)
     return found | {"reference": reference.scorer}, reference.followers

@@ -1,5 +1,7 @@
 """Runs that sample from the policy they train: PPO and the algorithms without a critic."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megarlhf import device
@@ -11,21 +13,32 @@ from megarlhf.data.prompts import read_prompts
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.generator import Generator, Sampling
 from megarlhf.engines.learner import Learner
-from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer, ValueScorer
+from megarlhf.engines.scorer import ExchangedRewardModelScorer, LogprobScorer, RewardModelScorer, ValueScorer
 from megarlhf.loop.dynamic import DynamicRollouts
+from megarlhf.loop.housing import house_learner, house_weights, residency_of, reward_lives_in_critic
 from megarlhf.loop.mixture import pretraining_mix
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import Role, roles
 from megarlhf.loop.rollouts import Rollouts
 from megarlhf.loop.run import Follower, Mixture, Passes, Run, Scorer, Source
-from megarlhf.loop.scoring import Report, Scores, reward_scores
+from megarlhf.loop.scoring import Report, reward_scores
 from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
 from megarlhf.records.metrics import Metric
 from megarlhf.residency.average import Average
+from megarlhf.residency.residency import Residency
+from megarlhf.residency.schedule import homes
+from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.exchange import Resharder
+from megarlhf.weights.load import load_weights
+
+MODULES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("logp", "reference", "learn_actor"), ("actor",)),
+    **dict.fromkeys(("value", "learn_critic"), ("critic",)),
+}
+"""Models that each stage works with, by its name; the reward model's place is decided by `_judge_and_critic`."""
 
 
 def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, reporter: Reporter) -> Run:
@@ -36,18 +49,19 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
     cast, workshop = roles(settings), Workshop(world_size, settings.run.seed)
     reported: list[dict[str, Metric]] = []
     spans = Spans(device.synchronize)
+    residency = residency_of(settings)
     actor_model = workshop.model(cast["actor"])
-    scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint)
+    scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
     updates = settings.run.steps * updates_per_step(settings.algorithm)
     actor = learner(actor_model, settings.actor, updates)
-    learners: dict[str, Learner] = {}
-    if isinstance(settings, PPORun):
-        learners["critic"] = learner(workshop.model(cast["critic"]), settings.critic, updates)
-    scores = _scores(settings, workshop, cast, tokenizer.fingerprint, reported.append)
-    generator = workshop.model(cast["generator"], load=False)
-    source: Source = _rollouts(settings, tokenizer, prompts, generator, actor, spans, reported.append)
+    house_learner(residency, "actor", actor)
+    judge, learners = _judge_and_critic(settings, workshop, cast, updates, residency)
+    modules = MODULES | {"reward": judge.modules}
+    scores = reward_scores(settings.reward, judge.scorer, tokenizer.fingerprint, reported.append)
+    source: Source = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
     if settings.rollout.extra_rounds:
-        source = DynamicRollouts(source, scores, settings.rollout.extra_rounds, reported.append)
+        scoring = partial(residency.stage, "reward", [Tenant(model, WEIGHTS) for model in judge.modules])
+        source = DynamicRollouts(source, scores, scoring, settings.rollout.extra_rounds, reported.append)
     else:
         scorers["reward"] = scores
     if "critic" in learners:
@@ -59,14 +73,14 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
         scorers=scorers,
         learners=learners | {"actor": actor},
         num_steps=settings.run.steps,
-        passes=Passes(
-            settings.algorithm.num_epochs, settings.algorithm.num_minibatches, settings.algorithm.target_kl
-        ),
+        passes=Passes(settings.algorithm.num_epochs, settings.algorithm.num_minibatches, settings.algorithm.target_kl),
         temperature=settings.rollout.temperature,
         reporter=reporter,
         spans=spans,
         state=algorithm.initial_state(settings.algorithm),
         roles={name: cast[name] for name in (*learners, "actor")},
+        residency=residency,
+        modules=modules,
         mixtures=mixtures,
         followers=followers,
         judge=scores,
@@ -81,7 +95,7 @@ def _mixtures(settings: OnlineRun, tokenizer: Tokenizer) -> dict[str, Mixture]:
 
 
 def _actor_scorers(
-    settings: OnlineRun, algorithm: Algorithm, actor: Model, tokenizer: str
+    settings: OnlineRun, algorithm: Algorithm, actor: Model, tokenizer: str, residency: Residency
 ) -> tuple[dict[str, Scorer], tuple[Follower, ...]]:
     """Log-probs in the training layout, and the reference's (kept here or asked) where the algorithm reads them; and
     the averages that move with the actor. `tokenizer` is the fingerprint of the actor's.
@@ -97,30 +111,68 @@ def _actor_scorers(
     if settings.reference.url:
         scorers["reference"] = remote_reference(settings.reference, tokenizer, temperature)
         return scorers, followers
-    reference = local_reference(settings.reference, settings.actor, actor, temperature)
+    reference = local_reference(settings.reference, settings.actor, actor, temperature, residency)
     scorers["reference"] = reference.scorer
     return scorers, (*followers, *reference.followers)
 
 
-def _scores(
-    settings: OnlineRun, workshop: Workshop, cast: dict[str, Role], tokenizer: str, report: Report
-) -> Scores:
-    judge = None
-    if "reward" in cast:
-        judge = RewardModelScorer(workshop.model(cast["reward"]), settings.reward.micro_batch_tokens)
-    return reward_scores(settings.reward, judge, tokenizer, report)
+@dataclass(frozen=True)
+class Judge:
+    """The reward model as a scorer (None: there is none), and the models whose modules it works in."""
+
+    scorer: RewardModelScorer | ExchangedRewardModelScorer | None
+    modules: tuple[str, ...]
+
+
+def _judge_and_critic(
+    settings: OnlineRun, workshop: Workshop, cast: dict[str, Role], updates: int, residency: Residency
+) -> tuple[Judge, dict[str, Learner]]:
+    """The reward model, in a module of its own or in the critic's, and PPO's critic. Collective over the world."""
+    judge, learners, reward = Judge(None, ()), {}, Tenant("reward", WEIGHTS)
+    is_shared = "reward" in cast and reward_lives_in_critic(homes(settings)[reward], cast)
+    if isinstance(settings, PPORun):
+        model = workshop.model(cast["critic"])
+        if is_shared:
+            judge = Judge(_exchanged(settings, cast, model, residency), ("critic",))
+        learners["critic"] = learner(model, settings.critic, updates)
+        house_learner(residency, "critic", learners["critic"])
+    if "reward" in cast and not is_shared:
+        model = workshop.model(cast["reward"])
+        house_weights(residency, "reward", model)
+        judge = Judge(RewardModelScorer(model, settings.reward.micro_batch_tokens), ("reward",))
+    return judge, learners
+
+
+def _exchanged(
+    settings: OnlineRun, cast: dict[str, Role], critic: Model, residency: Residency
+) -> ExchangedRewardModelScorer:
+    """The reward model's weights, to be exchanged into the critic's module; the critic's are in it afterwards."""
+    reward = Tenant("reward", WEIGHTS)
+    is_other = cast["reward"].folder != cast["critic"].folder
+    if is_other:
+        load_weights(critic, cast["reward"].folder)
+    weights = residency.snapshot(reward, critic.named_parameters())
+    residency.add_exchanged(reward, weights)
+    if is_other:
+        load_weights(critic, cast["critic"].folder)
+    return ExchangedRewardModelScorer(weights, RewardModelScorer(critic, settings.reward.micro_batch_tokens))
 
 
 def _rollouts(
     settings: OnlineRun,
     tokenizer: Tokenizer,
     prompts: list,
-    generator: Model,
+    workshop: Workshop,
+    cast: dict[str, Role],
     actor: Learner,
     spans: Spans,
     report: Report,
+    residency: Residency,
 ) -> Rollouts:
-    rollout = settings.rollout
+    rollout, is_view = settings.rollout, settings.residency.generator == "view"
+    generator = actor.model if is_view else workshop.model(cast["generator"], load=False)
+    if not is_view:
+        house_weights(residency, "generator", generator)
     return Rollouts(
         prompts=prompts,
         order=PromptOrder(len(prompts), rollout.batch_size, settings.run.seed, settings.data.shuffle),
@@ -138,7 +190,9 @@ def _rollouts(
         tokenizer=tokenizer,
         generator=Generator(generator, max_slots=rollout.max_slots),
         actor=actor,
-        resharder=Resharder(actor.model, generator),
+        resharder=None if is_view else Resharder(actor.model, generator),
+        residency=residency,
         spans=spans,
         report=report,
+        is_checked=settings.residency.check_transfers,
     )

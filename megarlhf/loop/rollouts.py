@@ -10,8 +10,13 @@ from megarlhf.engines.learner import Learner
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, Total
 from megarlhf.records.prompts import Prompt, Sample, siblings
+from megarlhf.residency.residency import Residency
+from megarlhf.residency.schedule import GENERATOR_CACHE, GENERATOR_PACKED
+from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.exchange import Resharder
+
+_ACTOR, _GENERATOR = Tenant("actor", WEIGHTS), Tenant("generator", WEIGHTS)
 
 
 @dataclass
@@ -25,10 +30,14 @@ class Rollouts:
     tokenizer: Tokenizer
     generator: Generator
     actor: Learner
-    resharder: Resharder
+    resharder: Resharder | None
+    """None: the generator's weights are the actor's."""
+    residency: Residency
     spans: Spans
     report: Callable[[dict[str, Metric]], None]
     """Takes `bytes/resharded`, the bytes that crossed ranks when the weights were brought up to date."""
+    is_checked: bool = False
+    """Compare checksums after every reshard."""
     _version: int = -1
 
     def next_batch(self, step: int) -> Experience:
@@ -51,19 +60,26 @@ class Rollouts:
         """One row per sample, drawn with the noise of `step` from the actor's latest weights."""
         self.refresh()
         requests = [Request(sample.prompt.token_ids, sample.prompt.row_id, sample.sample) for sample in samples]
-        with self.spans("generate"):
+        weights = _ACTOR if self.resharder is None else _GENERATOR
+        entered = self.residency.stage("generate", [weights, GENERATOR_PACKED, GENERATOR_CACHE])
+        with self.spans("generate"), entered:
             completions = self.generator.generate(requests, replace(self.sampling, step=step))
+            self.residency.note(GENERATOR_CACHE, self.generator.report.cache_bytes)
+            self.residency.note(GENERATOR_PACKED, self.generator.report.packed_bytes)
         return _experience(samples, completions, self.tokenizer)
 
     def refresh(self) -> None:
-        """Reshard the actor's weights into the generation layout, if they changed since the last time.
+        """Reshard the actor's weights into the generation layout, if they changed since the last time or were freed.
 
         Sampling goes through here, so stale weights cannot be sampled from, whatever else is switched on or off.
         """
-        if self._version == self.actor.num_updates:
+        if self.resharder is None:
             return
-        with self.spans("reshard"):
-            self.report({"bytes/resharded": Total(self.resharder.run().bytes_moved)})
+        if self._version == self.actor.num_updates and self.residency.is_here(_GENERATOR):
+            return
+        with self.spans("reshard"), self.residency.stage("reshard", [_ACTOR, _GENERATOR]):
+            report = self.resharder.run(is_checked=self.is_checked)
+        self.report({"bytes/resharded": Total(report.bytes_moved)})
         self._version = self.actor.num_updates
 
 

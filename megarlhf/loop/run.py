@@ -1,12 +1,15 @@
 """A run: the engines of one training job, its settings, and what it keeps between steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
+from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.runs import AnyRun
@@ -17,7 +20,11 @@ from megarlhf.loop.roles import Role
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
+from megarlhf.residency.accounting import Record, metrics, over_ranks
 from megarlhf.residency.average import Average
+from megarlhf.residency.residency import Residency
+from megarlhf.residency.stages import WEIGHTS, Tenant
+from megarlhf.residency.stages import Part as ModelPart
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.adapters import export_peft
@@ -85,6 +92,10 @@ class Run:
     state: AlgorithmState
     roles: Mapping[str, Role]
     """Of each learner: exports copy the tokenizer and config of the folder that it started from."""
+    residency: Residency
+    """Holds every model's parts, and moves them."""
+    modules: Mapping[str, tuple[str, ...]]
+    """By stage (a scorer's name, or learn_LEARNER) the models whose parts it works with."""
     mixtures: Mapping[str, Mixture] = field(default_factory=dict)
     """By learner."""
     followers: Sequence[Follower] = ()
@@ -96,12 +107,19 @@ class Run:
     """Sequences trained on so far."""
     reported: list[dict[str, Metric]] = field(default_factory=list)
     """Metrics of the step's updates, and of stages that share this list; merged and emptied by `finish`."""
+    memory: Sequence[Record] = ()
+    """What the last step took, added up over ranks."""
     _objectives: dict[str, Objective] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.settings.run.dir)
+
+    def resident(self, stage: str, *parts: ModelPart) -> AbstractContextManager[None]:
+        """Inside the block those parts of the stage's models are on the device; the rest has gone where it waits."""
+        models = self.modules.get(stage, ())
+        return self.residency.stage(stage, [Tenant(model, part) for model in models for part in parts])
 
     def next_batch(self, step: int) -> Experience:
         """The batch of `step` as scorers read it."""
@@ -153,7 +171,8 @@ class Run:
     def finish(self, step: int, batch: Experience) -> None:
         """Saves when due, then reports the step. Collective over the world."""
         for follower in self.followers:
-            follower.average.update(self.learners[follower.learner].model.named_parameters())
+            with self._weights_of(follower.learner, "follow"):
+                follower.average.update(self.learners[follower.learner].model.named_parameters())
         every = self.settings.run.save_every
         if every and (step + 1) % every == 0:
             with self.spans("save"):
@@ -162,8 +181,11 @@ class Run:
         numbers = metric_results(merge_metrics(self.reported)) | self.metrics | self.spans.take()
         numbers |= {f"lr/{name}": learner.learning_rate for name, learner in self.learners.items()}
         numbers["episode"] = self.episodes
+        self.memory = over_ranks(self.residency.take(), dist.group.WORLD, device.current())
+        numbers |= metrics(self.memory)
         self.state = self.algorithm.after_step(self.state, self.settings.algorithm, numbers)
         self.reporter.step(step + 1, numbers)
+        self.reporter.memory(step + 1, [record.row() for record in self.memory])
         self.reporter.samples(step + 1, sample_rows(batch, self.settings.run.sample_texts))
         self.reported.clear()
         self.metrics = {}
@@ -178,16 +200,22 @@ class Run:
         self._export(list(self.learners)[-1], self.folder / "hf")
         for follower in self.followers:
             if follower.export:
-                with follower.average.swapped_in(self.learners[follower.learner].model.named_parameters()):
-                    self._export(follower.learner, self.folder / follower.export)
+                self._export(follower.learner, self.folder / follower.export, follower.average)
         return self.folder / "hf"
 
-    def _export(self, name: str, folder: Path) -> None:
-        """The whole model, adapters merged in, and beside it the adapters in PEFT's format where there are any."""
+    def _export(self, name: str, folder: Path, other: Average | None = None) -> None:
+        """The whole model, adapters merged in, and beside it the adapters in PEFT's format where there are any; with
+        the `other` weights in it where given."""
         model, role, replace = self.learners[name].model, self.roles[name], self.settings.run.overwrite
-        export_model(model, folder, source_folder=role.folder, replace=replace)
-        if role.lora.rank:
-            export_peft(model, folder.with_name(f"{folder.name}_lora"), role.lora, base=role.folder, replace=replace)
+        with self._weights_of(name, f"save_{name}"):
+            with other.swapped_in(model.named_parameters()) if other else nullcontext():
+                export_model(model, folder, source_folder=role.folder, replace=replace)
+                if role.lora.rank:
+                    lora_folder = folder.with_name(f"{folder.name}_lora")
+                    export_peft(model, lora_folder, role.lora, base=role.folder, replace=replace)
+
+    def _weights_of(self, learner: str, stage: str) -> AbstractContextManager[None]:
+        return self.residency.stage(stage, [Tenant(learner, WEIGHTS)])
 
 
 def sample_rows(batch: Experience, count: int) -> list[dict]:

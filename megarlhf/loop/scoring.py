@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config.settings import Reward
-from megarlhf.engines.scorer import RewardModelScorer
+from megarlhf.engines.scorer import ExchangedRewardModelScorer, RewardModelScorer
 from megarlhf.errors import RewardError
 from megarlhf.loop.remote import ask_on_all_ranks
 from megarlhf.records.experience import Experience
@@ -34,7 +34,7 @@ class Scores:
     take the mean score of the others, so that the mean over the batch is that of the scored.
     """
 
-    reward_model: RewardModelScorer | None
+    reward_model: RewardModelScorer | ExchangedRewardModelScorer | None
     sources: Sequence[Source]
     weights: Sequence[float]
     timeout_s: float
@@ -68,7 +68,12 @@ class Scores:
         )
 
 
-def reward_scores(settings: Reward, reward_model: RewardModelScorer | None, tokenizer: str, report: Report) -> Scores:
+def reward_scores(
+    settings: Reward,
+    reward_model: RewardModelScorer | ExchangedRewardModelScorer | None,
+    tokenizer: str,
+    report: Report,
+) -> Scores:
     """The scorer that `settings` describe. `tokenizer` is the fingerprint of the one that samples.
 
     `report` takes each batch's metrics. Raises ConfigError.

@@ -1,9 +1,12 @@
 """The same few prompts before and after training, with the same sampling noise: what changed, in texts and scores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.loop.run import Run, sample_rows
 from megarlhf.records.prompts import siblings
+from megarlhf.residency.accounting import Record, table
+from megarlhf.residency.stages import WEIGHTS
 
 SHOWN_STEP = -1
 """Step whose noise the shown texts are sampled with; training steps count from 0."""
@@ -16,22 +19,28 @@ def show(run: Run) -> list[dict]:
         return []
     sampled = run.source.sample(siblings(prompts, 1), SHOWN_STEP)
     kept = len(run.reported)
-    batch = run.judge.annotate(sampled)
+    with run.resident("reward", WEIGHTS):
+        batch = run.judge.annotate(sampled)
     del run.reported[kept:]  # these scores are not part of any step
+    run.residency.take()
     run.spans.drop("generate")  # resharding counts: the next step finds the weights in place
     return sample_rows(batch, batch.num_rows)
 
 
-def ending(before: list[dict], after: list[dict], folder: Path, *, is_policy: bool) -> str:
-    """What to read when a run has ended, as text. `is_policy`: the exported model generates."""
+def ending(before: list[dict], after: list[dict], folder: Path, memory: Sequence[Record], *, is_policy: bool) -> str:
+    """What to read when a run has ended, as text: samples, the memory of the last step, where everything is.
+
+    `is_policy`: the exported model generates.
+    """
     lines: list[str] = []
     for old, new in zip(before, after, strict=True):
         lines += ["", f"  {_line(old['prompt'])}"]
         lines += [f"    before {old['score']:+.3f}  {_line(old['response'])}"]
         lines += [f"    after  {new['score']:+.3f}  {_line(new['response'])}"]
+    lines += ["", "memory of the last step, over all ranks:", table(memory)] if memory else []
     lines += [
         "",
-        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, status.json, tensorboard/)",
+        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, memory.jsonl, status.json, tensorboard/)",
         f"exported model:  {folder / 'hf'}  (a Hugging Face folder)",
     ]
     lines += [f"chat with it:    megarlhf chat {folder / 'hf'}"] if is_policy else []

@@ -15,9 +15,12 @@ from megarlhf.models.lora import add_lora
 from megarlhf.parallel.groups import Groups, build_groups, seed_dropout
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
-from megarlhf.residency.snapshot import Snapshot
+from megarlhf.residency.residency import Residency
+from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.weights.exchange import DTYPES
 from megarlhf.weights.load import load_weights
+
+REFERENCE = Tenant("reference", WEIGHTS)
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +74,13 @@ class LocalReference:
     followers: tuple[Follower, ...] = ()
 
 
-def local_reference(settings: Reference, actor: Trainee, model: Model, temperature: float) -> LocalReference:
+def local_reference(
+    settings: Reference, actor: Trainee, model: Model, temperature: float, residency: Residency
+) -> LocalReference:
     """The reference of the actor's `model`, whose weights are still those of its folder. Collective over the world.
 
-    With adapters it is the model without them; otherwise a second set of weights on the host, read into the module
-    where they come from a folder of their own.
+    With adapters it is the model without them; otherwise a second set of weights where `residency` says, read into the
+    module where they come from a folder of their own.
     """
     scorer = LogprobScorer(model, "logp_reference", temperature, actor.micro_batch_tokens)
     if actor.lora.rank:
@@ -84,7 +89,8 @@ def local_reference(settings: Reference, actor: Trainee, model: Model, temperatu
     if settings.model:
         load_weights(model, settings.model)
     average = Average(parameters, 1 - settings.follow_rate) if settings.follow_rate else None
-    weights = average or Snapshot(parameters)
+    weights = average or residency.snapshot(REFERENCE, parameters)
+    residency.add_exchanged(REFERENCE, weights)
     if settings.model:
         load_weights(model, actor.model)
     followers = (Follower(average, "actor"),) if average else ()

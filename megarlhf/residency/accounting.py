@@ -78,7 +78,8 @@ def over_ranks(records: Sequence[Record], group: dist.ProcessGroup, device: torc
     sums = [record.resident[tenant].get(place, 0) for record, tenant, place in cells]
     sums += [number for record in records for number in (record.peak_bytes, record.bytes_in, record.bytes_out)]
     total = torch.tensor(sums, dtype=torch.int64, device=device)
-    highest = torch.tensor([[record.peak_bytes, record.move_s] for record in records], dtype=torch.float64, device=device)
+    ends = [[record.peak_bytes, record.move_s] for record in records]
+    highest = torch.tensor(ends, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     numbers = iter(total.tolist())

@@ -24,6 +24,9 @@ class Average:
         """Host memory held."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
+    def close(self) -> None:
+        """Nothing is on disk."""
+
     @torch.no_grad()
     def update(self, parameters: Mapping[Hashable, torch.Tensor]) -> None:
         """Moves the average towards the weights."""

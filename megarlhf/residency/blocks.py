@@ -1,8 +1,8 @@
 """The memory of one tenant, moved as a whole: bytes leave their storages and come back, tensors never notice.
 
 megatron-core's parameters, `main_grad`s, optimizer shards and buckets are views of a few large buffers. What they share
-is the storage; so it is the storage that is emptied (resized to nothing) and filled again, and every view of it, known to
-us or not, is right again. No tensor is rebound.
+is the storage; so it is the storage that is emptied (resized to nothing) and filled again, and every view of it, known
+to us or not, is right again. No tensor is rebound. On a CPU the host copy is a copy too: one memory, but the same code.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from megarlhf.residency.files import BytesFile, bytes_of, checksum
 from megarlhf.residency.stages import Place
 
 Tensors = Callable[[], Iterable[torch.Tensor]]
-"""What a tenant is made of now; asked anew each time it leaves, because optimizer state begins with the first update."""
+"""What a tenant is made of; asked anew each time it leaves, because optimizer state begins with the first update."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ def _fill(group: list[_Emptied], place: Place) -> None:
             bytes_of(block.storage).zero_()
 
 
-def _places(
-    sizes: list[int], found: list[torch.UntypedStorage]
-) -> Iterable[tuple[int, torch.UntypedStorage]]:
+def _places(sizes: list[int], found: list[torch.UntypedStorage]) -> Iterable[tuple[int, torch.UntypedStorage]]:
     """(offset in the file, storage)."""
     offset = 0
     for size, storage in zip(sizes, found, strict=True):

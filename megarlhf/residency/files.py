@@ -48,8 +48,10 @@ class BytesFile:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a host tensor (uint8), which has to outlive the view. `Tensor.numpy` would do, but it forbids for good
-    that the storage is resized."""
+    """The bytes of a host tensor (uint8), which has to outlive the view.
+
+    `Tensor.numpy` would do, but it forbids for good that the storage is resized.
+    """
     return memoryview((ctypes.c_char * len(tensor)).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -58,7 +60,7 @@ def _all_of(call, view: memoryview) -> None:
     while len(view):
         done = call(view)
         if not done:
-            raise ResidencyError(f"a file of residency.folder ended {len(view)} bytes early; was it changed by another?")
+            raise ResidencyError(f"a file in residency.folder ended {len(view)} bytes early; did another change it?")
         view = view[done:]
 
 
@@ -78,5 +80,3 @@ def checksum(view: torch.Tensor) -> int:
         words = int(piece[:whole].view(torch.int32).sum(dtype=torch.int64)) if whole else 0
         total = (total * 1_000_003 + words + int(piece[whole:].sum(dtype=torch.int64))) % 2**61
     return total
-
-

@@ -1,7 +1,7 @@
 """The one owner of what is where: stages are entered here, tenants are moved here, and all of it is written down."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ from megarlhf import device
 from megarlhf.errors import ResidencyError
 from megarlhf.residency.accounting import Record, merged
 from megarlhf.residency.blocks import Blocks, Tensors
+from megarlhf.residency.snapshot import Snapshot
 from megarlhf.residency.stages import WEIGHTS, Move, Place, Stage, Tenant, after, moves, over_budget
 
 
@@ -27,6 +28,10 @@ class Exchanged(Protocol):
     @property
     def bytes_exchanged(self) -> int:
         """Bytes copied so far, into the module and out of it."""
+        ...
+
+    def close(self) -> None:
+        """Removes what is on disk."""
         ...
 
 
@@ -72,6 +77,12 @@ class Residency:
         self._homes.setdefault(tenant, "device")
         self._last[tenant] = "building"
 
+    def snapshot(self, tenant: Tenant, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Snapshot:
+        """A copy of `parameters` as they are now at the tenant's home, to be exchanged into them."""
+        home = self._homes.setdefault(tenant, "host")
+        file = self._folder / f"{tenant}.bin" if home == "disk" else None
+        return Snapshot(parameters, on_device=home == "device", file=file)
+
     def add_exchanged(self, tenant: Tenant, weights: Exchanged) -> None:
         """A second set of weights, at its home for good."""
         self._exchanged[tenant] = weights
@@ -85,6 +96,10 @@ class Residency:
         """A forward pass of the modules without the model's weights is an error that names both stages."""
         for module in modules:
             module.register_forward_pre_hook(lambda *_: self.require(Tenant(model, WEIGHTS)))
+
+    def is_here(self, tenant: Tenant) -> bool:
+        """Whether the tenant is on the device now."""
+        return self._places[tenant] == "device"
 
     def require(self, *tenants: Tenant) -> None:
         """Raises ResidencyError unless the tenants are on the device. Their storages are empty elsewhere: reading them
@@ -144,14 +159,14 @@ class Residency:
 
     def close(self) -> None:
         """Removes the files. What waits on disk is lost."""
-        for blocks in self._blocks.values():
-            blocks.close()
+        for held in (*self._blocks.values(), *self._exchanged.values()):
+            held.close()
 
     def _entered(self, name: str, tenants: Sequence[Tenant]) -> Stage:
         if self._current is not None:
             raise ResidencyError(
-                f"stage {name} is entered inside stage {self._current.name}: what is on the device belongs to one stage "
-                "at a time. Leave the first block before entering the second"
+                f"stage {name} is entered inside stage {self._current.name}: what is on the device belongs to one "
+                "stage at a time. Leave the first block before entering the second"
             )
         unknown = [tenant for tenant in tenants if tenant not in self._places and tenant not in self._passing]
         if unknown:
@@ -199,5 +214,3 @@ class Residency:
 
 def _where(place: Place) -> str:
     return {"host": "it waits on the host", "disk": "it waits on disk", "gone": "its memory was freed"}[place]
-
-

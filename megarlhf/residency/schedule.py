@@ -23,7 +23,7 @@ class Sharing:
 
 
 def homes(settings: OnlineRun) -> dict[Tenant, Place]:
-    """Where each tenant of a run that samples waits. The generator's cache and repacked weights never outlive a rollout.
+    """Where each tenant of a run that samples waits. The generator's cache and repacked weights outlive no rollout.
 
     A run without a reward model has none of its weights, one without a critic none of the critic's.
     """

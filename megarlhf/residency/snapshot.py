@@ -14,7 +14,7 @@ from megarlhf.residency.files import BytesFile, bytes_of
 
 
 class Snapshot:
-    """Copies of parameters on the host, the device or disk. Whichever set of weights is not in the module is in there."""
+    """Copies of parameters on the host, the device or disk: it holds whichever set of weights is not in the module."""
 
     def __init__(
         self,

@@ -63,8 +63,8 @@ class Move:
 def moves(stage: Stage, places: Mapping[Tenant, Place], homes: Mapping[Tenant, Place]) -> list[Move]:
     """What entering `stage` moves, in order: everything that goes out before anything comes in.
 
-    Out go optimizer and gradients first, weights last; in come weights first, the cache last. A stage that works with no
-    tenant leaves all where they are. `places` says where each tenant is now, `homes` where it waits.
+    Out go optimizer and gradients first, weights last; in come weights first, the cache last. A stage that works with
+    no tenant leaves all where they are. `places` says where each tenant is now, `homes` where it waits.
     """
     if not stage.tenants:
         return []

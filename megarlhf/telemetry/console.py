@@ -41,6 +41,9 @@ class JsonConsoleSink:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing: texts are in samples.jsonl."""
 
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: it is in memory.jsonl."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -77,6 +80,9 @@ class ConsoleSink:
             self._refresh(self._live)
         else:
             self._print("    " + self._sample.plain.replace("\n", " "))
+
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: a table is printed when the run ends."""
 
     def close(self) -> None:
         """Leaves the table as it is on the terminal."""

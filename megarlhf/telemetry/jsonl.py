@@ -9,7 +9,8 @@ from megarlhf.telemetry.report import Number
 
 
 class JsonlSink:
-    """metrics.jsonl with one object per step and samples.jsonl with one per text, each line flushed when written.
+    """metrics.jsonl with one object per step, samples.jsonl with one per text, memory.jsonl with one per stage of a
+    step; each line is flushed when written.
 
     A file exists from its first line on: a launch that fails before its first step leaves a folder that holds no run.
     """
@@ -20,6 +21,7 @@ class JsonlSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(folder / "metrics.jsonl")
         self._samples = _Lines(folder / "samples.jsonl")
+        self._memory = _Lines(folder / "memory.jsonl")
 
     def step(self, step: int, numbers: Mapping[str, Number]) -> None:
         """Writes `{"step": step, ...}`; None is null."""
@@ -30,10 +32,15 @@ class JsonlSink:
         for row in rows:
             self._samples.write({"step": step, **row})
 
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes `{"step": step, ...}` per row."""
+        for row in rows:
+            self._memory.write({"step": step, **row})
+
     def close(self) -> None:
-        """Closes both files."""
-        self._metrics.close()
-        self._samples.close()
+        """Closes the files."""
+        for lines in (self._metrics, self._samples, self._memory):
+            lines.close()
 
 
 class _Lines:

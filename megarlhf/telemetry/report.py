@@ -26,6 +26,10 @@ class Sink(Protocol):
         """Takes sampled texts: plain values per row, with at least prompt and response."""
         ...
 
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes what each stage of a step held in memory, with at least stage and peak_bytes."""
+        ...
+
     def close(self) -> None:
         """Everything taken is written out."""
         ...
@@ -50,6 +54,11 @@ class Reporter:
         """Reports sampled texts of a step."""
         for sink in self._sinks:
             sink.samples(step, rows)
+
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Reports the memory of a step's stages."""
+        for sink in self._sinks:
+            sink.memory(step, rows)
 
     def close(self) -> None:
         """Closes every sink."""

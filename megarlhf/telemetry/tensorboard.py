@@ -29,6 +29,9 @@ class TensorboardSink:
         text = "\n\n---\n\n".join(_text(row) for row in rows)
         self._attempt(lambda: self._writer.add_text("samples", text, step))
 
+    def memory(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: it is in memory.jsonl; the step's peak is among its numbers."""
+
     def close(self) -> None:
         """Writes out what is queued."""
         self._attempt(lambda: self._writer.close())

@@ -56,6 +56,11 @@ class Flight:
         self._slots = torch.zeros(5, self._num_slots, dtype=torch.int64, device=self._device)
         self._log: list[tuple[torch.Tensor, Choice]] = []
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values."""
+        return self._cache.num_bytes
+
     def run(self) -> list[Completion]:
         """Completions in the order of the requests. Collective over the model's tensor and pipeline groups."""
         while self._num_active or self._waiting:

@@ -8,6 +8,7 @@ import torch
 
 from megarlhf.engines.generator.flight import Flight, completion
 from megarlhf.engines.generator.requests import Completion, Request, Sampling
+from megarlhf.engines.generator.steps import packed_bytes
 from megarlhf.errors import DataError, LayoutError
 from megarlhf.models.build import Model
 from megarlhf.parallel.rows import gather_rows, share
@@ -25,6 +26,10 @@ class GenerationReport:
     """Prompt tokens run by this rank: a prompt counts once however many samples it has."""
     num_decode_passes: int
     """Decoding steps of this rank."""
+    cache_bytes: int = 0
+    """Of this rank's keys and values."""
+    packed_bytes: int = 0
+    """Of this rank's repacked weights (see steps.py)."""
 
 
 class Generator:
@@ -58,19 +63,21 @@ class Generator:
         groups = self.model.groups
         dp = groups.layout.dp(groups.world_size)
         mine = share_requests(requests, sampling.max_new_tokens, dp)[groups.coordinates.dp]
-        completions, prefilled, passes = self._fly([requests[i] for i in mine], sampling)
+        completions, flight = self._fly([requests[i] for i in mine], sampling)
         everything = _gather(mine, completions, len(requests), sampling, self.model)
         self.report = GenerationReport(
             num_tokens=sum(len(one.token_ids) for one in everything),
             num_near_ties=sum(len(one.near_ties) for one in everything),
-            num_prefilled_tokens=prefilled,
-            num_decode_passes=passes,
+            num_prefilled_tokens=flight.num_prefilled_tokens if flight else 0,
+            num_decode_passes=flight.num_decode_passes if flight else 0,
+            cache_bytes=flight.cache_bytes if flight else 0,
+            packed_bytes=packed_bytes(self.model, sampling.max_new_tokens) if flight else 0,
         )
         return everything
 
-    def _fly(self, requests: list[Request], sampling: Sampling) -> tuple[list[Completion], int, int]:
+    def _fly(self, requests: list[Request], sampling: Sampling) -> tuple[list[Completion], Flight | None]:
         if not requests:
-            return [], 0, 0
+            return [], None
         modes = [chunk.training for chunk in self.model.chunks]
         for chunk in self.model.chunks:
             chunk.eval()
@@ -79,7 +86,7 @@ class Generator:
             completions = flight.run()
         for chunk, mode in zip(self.model.chunks, modes, strict=True):
             chunk.train(mode)
-        return completions, flight.num_prefilled_tokens, flight.num_decode_passes
+        return completions, flight
 
 
 def share_requests(requests: Sequence[Request], max_new_tokens: int, dp: int) -> list[list[int]]:

@@ -66,6 +66,23 @@ def head_map(model: Model, num_new_tokens: int) -> Map:
     return lambda hidden: F.linear(hidden, weight)
 
 
+def packed_bytes(model: Model, num_new_tokens: int) -> int:
+    """Memory of this stage's repacked weights while so many tokens are sampled; 0 where none are made."""
+    if num_new_tokens < _WORTH_PACKING or not can_pack(model):
+        return 0
+    (chunk,) = model.chunks
+    layers = [layer for layer in chunk.decoder.layers if _is_plain(layer) and not adapters(model)]
+    weights = [weight for layer in layers for weight in _linear_weights(layer)]
+    weights += [model.output_weight()] if model.groups.is_last_stage else []
+    return sum(weight.nbytes for weight in weights)
+
+
+def _linear_weights(layer: torch.nn.Module) -> list[torch.Tensor]:
+    attention, mlp = layer.self_attention, layer.mlp
+    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return [linear.weight for linear in linears]
+
+
 def can_pack(model: Model) -> bool:
     """oneDNN works here on the model's weights."""
     if next(model.chunks[0].parameters()).device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -1,0 +1,110 @@
+"""Where models wait changes no bit of what is trained, and what a run writes down is what it did."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarlhf.config.algorithms import PPO
+from megarlhf.config.layout import Layout
+from megarlhf.config.residency import CriticResidency, TrainedResidency
+from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reference, Reward, Rollout, Run
+from tests.distributed.pool import run_on_ranks
+from tests.learning.toy import train, write_actor, write_prompts
+from tests.tiny import write_llama
+
+ON_DISK = CriticResidency(idle="disk", check_transfers=True)
+SETTINGS = {
+    "host": CriticResidency(idle="host"),
+    "disk": ON_DISK,
+    "disk, sampling from the training weights": replace(ON_DISK, generator="view"),
+    "some of it": CriticResidency(
+        actor=TrainedResidency(optimizer="disk", gradients="freed"),
+        critic=TrainedResidency(weights="host", optimizer="host"),
+        reference="device",
+        reward="device",
+        generator="freed",
+    ),
+}
+LAYOUTS = {
+    "1": (1, Layout(), Layout()),
+    "2, resharded": (2, Layout(pp=2), Layout()),
+    "2": (2, Layout(tp=2), Layout(tp=2)),
+}
+"""(ranks, training layout, generation layout)."""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """An actor, another one as its reference, and a reward model that the critic starts from."""
+    root = tmp_path_factory.mktemp("residency")
+    write_actor(root / "actor")
+    write_llama(root / "reference", tied=True, num_hidden_layers=3, seed=5)
+    write_llama(root / "reward", num_labels=1, seed=6)
+    write_llama(root / "critic", num_labels=1, seed=7)
+    write_prompts(root / "prompts.jsonl", count=8)
+    return root
+
+
+def settings(toy: Path, folder: Path, layout: str, residency: CriticResidency) -> PPORun:
+    """Two steps of PPO with all four models."""
+    optimizer, (_, train, generate) = Optimizer(learning_rate=1e-2), LAYOUTS[layout]
+    return PPORun(
+        actor=Actor(model=str(toy / "actor"), train=train, generate=generate, optimizer=optimizer),
+        critic=Critic(model=str(toy / "critic"), optimizer=optimizer),
+        reference=Reference(model=str(toy / "reference")),
+        reward=Reward(model=str(toy / "reward"), functions=("length",)),
+        algorithm=PPO(num_epochs=2, num_minibatches=2),
+        rollout=Rollout(batch_size=4, max_new_tokens=10),
+        data=Data(prompts=str(toy / "prompts.jsonl"), max_prompt_tokens=8),
+        residency=residency,
+        run=Run(dir=str(folder), steps=2, save_every=1, sample_texts=1, tensorboard=False),
+    )
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(folder: Path) -> dict:
+    """Everything that two runs have to agree on to the bit."""
+    last = folder / "checkpoints/step_2"
+    weights = {model: load_file(last / model / "model.safetensors") for model in ("actor", "critic")}
+    numbers = [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "memory/", "bytes/"))}
+        for row in rows(folder / "metrics.jsonl")
+    ]
+    return {"weights": weights, "numbers": numbers, "samples": rows(folder / "samples.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def resident(toy, tmp_path_factory):
+    """What a run with everything on the device trains, by layout."""
+
+    @cache
+    def run(layout: str) -> dict:
+        folder = tmp_path_factory.mktemp("resident")
+        run_on_ranks(LAYOUTS[layout][0], train, "ppo", settings(toy, folder, layout, CriticResidency()))
+        return trained(folder)
+
+    return run
+
+
+CASES = [(layout, name) for layout in ("1", "2, resharded") for name in SETTINGS if SETTINGS[name].generator != "view"]
+CASES += [(layout, "disk, sampling from the training weights") for layout in ("1", "2")]
+
+
+@pytest.mark.parametrize("layout, name", CASES)
+def test_any_residency_trains_the_same_bits(toy, tmp_path, resident, layout, name):
+    run_on_ranks(LAYOUTS[layout][0], train, "ppo", settings(toy, tmp_path, layout, SETTINGS[name]))
+    ours, theirs = trained(tmp_path), resident(layout)
+    assert ours["samples"] == theirs["samples"]
+    assert ours["numbers"] == theirs["numbers"]
+    for model in ("actor", "critic"):
+        assert ours["weights"][model].keys() == theirs["weights"][model].keys()
+        assert all(torch.equal(ours["weights"][model][key], value) for key, value in theirs["weights"][model].items())
+    assert not list((tmp_path / "residency").rglob("*.bin")), "files are left behind"
