@@ -5,7 +5,7 @@ Each check gives sentences that name the setting, the value, what is accepted an
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.config.algorithm_check import algorithm_violations
@@ -154,7 +154,7 @@ def _ranges(settings: AnyRun) -> Iterator[str]:
 
 def _layouts(settings: AnyRun) -> Iterator[str]:
     for name, layout in layouts(settings).items():
-        sizes = [field.name for field in fields(layout) if field.name != "sp"]
+        sizes = ["tp", "pp", "cp", "ep", "vp"]
         wrong = [size for size in sizes if vars(layout)[size] < 1]
         yield from (f"{name}.{size}: {vars(layout)[size]} is out of range; choose 1 or more" for size in wrong)
         for size in ("cp", "ep"):
@@ -164,8 +164,18 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
             yield f"{name}.sp: sequence parallelism needs tp > 1, and tp is 1; set sp to false or tp to 2 or more"
         if layout.vp > 1 and layout.pp == 1:
             yield f"{name}.vp: {layout.vp} virtual stages need pp > 1, and pp is 1; set vp to 1 or pp to 2 or more"
+        yield from _uneven_stages(name, layout)
         if name == "actor.generate" and (layout.sp or layout.vp > 1):
             yield f"{name}: sp and vp serve training only; leave sp false and vp 1"
+
+
+def _uneven_stages(name: str, layout: Layout) -> Iterator[str]:
+    for size in ("first_stage_layers", "last_stage_layers"):
+        value = vars(layout)[size]
+        if value < 0:
+            yield f"{name}.{size}: {value} is out of range; choose 0 (a share like the others') or more"
+        elif value and (layout.pp == 1 or layout.vp > 1):
+            yield f"{name}.{size}: {value} needs pp > 1 and vp 1, found pp {layout.pp}, vp {layout.vp}; set it to 0"
 
 
 def _have_sizes(settings: AnyRun) -> bool:

@@ -21,6 +21,10 @@ class Layout:
     """Sequence parallelism: norms and residuals hold 1/tp of the tokens. Needs tp > 1."""
     vp: int = 1
     """Virtual pipeline stages: model chunks per rank (interleaved schedule)."""
+    first_stage_layers: int = 0
+    """Layers of the first stage, which also holds the embedding; 0: a share like the others'."""
+    last_stage_layers: int = 0
+    """Layers of the last stage, which also holds the head; 0: a share like the others'."""
 
     @property
     def model_ranks(self) -> int:
@@ -39,4 +43,6 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}"]
         parts += [f"{name}{value}" for name, value in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if value > 1]
+        parts += [f"+first{self.first_stage_layers}"] if self.first_stage_layers else []
+        parts += [f"+last{self.last_stage_layers}"] if self.last_stage_layers else []
         return "".join(parts) + ("+sp" if self.sp else "")

@@ -71,6 +71,8 @@ def micro_batches(
     plan = plan_rows(experience.lengths.tolist(), layout.dp(groups.world_size), max_tokens, units)
     multiple = layout.tp if layout.sp else 1
     mine = plan[groups.coordinates.dp]
+    if layout.vp > 1:  # the interleaved schedule takes them by pp
+        mine = mine + [[]] * (-len(mine) % layout.pp)
     packed = [pack_rows(experience, rows, multiple) if rows else _filler(multiple) for rows in mine]
     return [MicroBatch(tuple(rows), stream.to(device.current())) for rows, stream in zip(mine, packed, strict=True)]
 

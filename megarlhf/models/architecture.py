@@ -136,13 +136,21 @@ def padded_vocab(architecture: Architecture, layout: Layout) -> int:
 def stage_layers(architecture: Architecture, layout: Layout, pp_rank: int, chunk: int = 0) -> range:
     """Global layer indexes of one model chunk: chunk c of stage p is piece c * pp + p of pp * vp consecutive pieces.
 
-    Where the pieces cannot be equal, the first ones take one layer more.
+    The first and the last stage have the layers that the layout gives them; the others share what is left, and where
+    that is not equal the first ones take one layer more.
     """
-    pieces = layout.pp * layout.vp
+    sizes = _piece_sizes(architecture.num_layers, layout)
     index = chunk * layout.pp + pp_rank
-    share, left_over = divmod(architecture.num_layers, pieces)
-    start = index * share + min(index, left_over)
-    return range(start, start + share + (index < left_over))
+    start = sum(sizes[:index])
+    return range(start, start + sizes[index])
+
+
+def _piece_sizes(num_layers: int, layout: Layout) -> list[int]:
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    num_sharing = layout.pp * layout.vp - bool(first) - bool(last)
+    share, left_over = divmod(num_layers - first - last, max(num_sharing, 1))
+    sizes = [share + (index < left_over) for index in range(num_sharing)]
+    return [first] * bool(first) + sizes + [last] * bool(last)
 
 
 def layout_violations(architecture: Architecture, layout: Layout, setting: str) -> list[str]:
@@ -162,17 +170,31 @@ def layout_violations(architecture: Architecture, layout: Layout, setting: str) 
         found.append(
             f"{setting}: tp {tp} does not divide {rows} fused query/key/value rows; choose {_choices(architecture)}"
         )
-    if layout.pp * layout.vp > layers:
-        found.append(f"{setting}: pp {layout.pp} * vp {layout.vp} stages are more than {layers} layers; lower them")
+    found += _stage_violations(layers, layout, setting)
     if layout.sp and tp == 1:
         found.append(f"{setting}: sp needs tp > 1; set sp to false or raise tp")
-    if layout.vp > 1:
-        found.append(f"{setting}: vp {layout.vp}: virtual pipeline stages are not built yet; set vp to 1")
     if layout.cp > 1:
         found.append(f"{setting}: cp {layout.cp}: context parallelism is not built yet; set cp to 1")
     if layout.ep > 1:
         found.append(f"{setting}: ep {layout.ep}: {architecture.family} models have no experts; set ep to 1")
     return found
+
+
+def _stage_violations(layers: int, layout: Layout, setting: str) -> list[str]:
+    """Every piece must have a layer, and all layers must be in a piece."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    num_sharing = layout.pp * layout.vp - bool(first) - bool(last)
+    if not first and not last:
+        if num_sharing > layers:
+            return [f"{setting}: pp {layout.pp} * vp {layout.vp} stages are more than {layers} layers; lower them"]
+        return []
+    left = layers - first - last
+    if left >= num_sharing > 0 or left == num_sharing == 0:
+        return []
+    return [
+        f"{setting}: first_stage_layers {first} and last_stage_layers {last} leave {left} of {layers} layers for the "
+        f"other {num_sharing} stages of pp {layout.pp}; each needs one or more, and none may be left over"
+    ]
 
 
 def require_layout(architecture: Architecture, layout: Layout, setting: str) -> None:

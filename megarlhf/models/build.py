@@ -65,7 +65,8 @@ def build_model(
     """
     require_layout(architecture, groups.layout, "layout")
     config = transformer_config(architecture, groups.layout, dtype, dropout, recompute)
-    model = Model(architecture, groups, head, [GPT(config, architecture, groups, head)], config)
+    chunks = [GPT(config, architecture, groups, head, index) for index in range(groups.layout.vp)]
+    model = Model(architecture, groups, head, chunks, config)
     if seed is not None:
         _initialise(model, seed)
     return model
@@ -74,11 +75,11 @@ def build_model(
 def _initialise(model: Model, seed: int) -> None:
     """Each weight is keyed by its Hugging Face name, so that copies of one weight (tied, or on dp ranks) are equal."""
     architecture, groups = model.architecture, model.groups
-    family = FAMILIES[architecture.family]
-    table = stage_weights(family, architecture, groups.layout, groups.coordinates.pp, 0, model.head)
+    family, layout, stage = FAMILIES[architecture.family], groups.layout, groups.coordinates.pp
+    tables = [stage_weights(family, architecture, layout, stage, chunk, model.head) for chunk in range(layout.vp)]
     numbers = {name: number for number, name in enumerate(_all_names(model))}
-    for weight in table:
-        parameter = model.named_parameters()[0, weight.local]
+    for chunk, weight in [(chunk, weight) for chunk, table in enumerate(tables) for weight in table]:
+        parameter = model.named_parameters()[chunk, weight.local]
         if weight.cut is Cut.WHOLE:
             is_zero = architecture.zero_centered_norms or weight.local == family.value_head.local
             parameter.data.fill_(0.0 if is_zero else 1.0)

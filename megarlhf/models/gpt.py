@@ -17,32 +17,35 @@ from megarlhf.parallel.groups import Groups
 
 
 class GPT(GPTModel):
-    """The layers of one stage; the embedding on the first stage; final norm and a head's weights on the last.
+    """The layers of one chunk; the embedding in the first chunk; final norm and a head's weights in the last.
 
     `head` "vocabulary" keeps `output_layer` (its weight is absent when tied on a single stage); "value" has
     `value_head` in its place.
     """
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, groups: Groups, head: Head):
-        layers = stage_layers(architecture, groups.layout, groups.coordinates.pp)
+    def __init__(self, config: TransformerConfig, architecture: Architecture, groups: Groups, head: Head, index: int):
+        """`index`: number of the chunk among those of its rank."""
+        layers = stage_layers(architecture, groups.layout, groups.coordinates.pp, index)
+        is_last = groups.is_last_stage and index == groups.layout.vp - 1
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(len(layers), architecture),
             vocab_size=padded_vocab(architecture, groups.layout),
             max_sequence_length=architecture.max_positions,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
+            pre_process=groups.is_first_stage and index == 0,
+            post_process=is_last,
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied and head == "vocabulary",
             position_embedding_type="rope",
             pg_collection=groups.collection,
+            vp_stage=index if groups.layout.vp > 1 else None,
         )
         ropes = [inverse_frequencies(architecture, rope)[0] for rope in architecture.ropes]
         self.inverse_frequencies = torch.stack(ropes).to(device.current())
         self.embedding_factor = architecture.hidden_size**0.5 if architecture.scaled_embedding else None
         for layer, index in zip(self.decoder.layers, layers, strict=True):
             finish_layer(layer, architecture, index)
-        if head == "value" and groups.is_last_stage:
+        if head == "value" and is_last:
             del self.output_layer
             self.value_head = ValueHead(architecture.hidden_size)
 

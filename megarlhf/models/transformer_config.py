@@ -56,6 +56,10 @@ def transformer_config(
         attention_dropout=dropout,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        # With two stages both neighbours are one rank: messages of both directions in one call would be mixed up.
+        overlap_p2p_comm=layout.vp > 1,
+        batch_p2p_comm=layout.vp == 1,
         sequence_parallel=layout.sp,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -92,6 +92,8 @@ def test_what_is_missing_is_all_told_at_once():
         ("--actor.train.tp 0", "actor.train.tp: 0 is out of range; choose 1 or more"),
         ("--actor.train.sp", "actor.train.sp: sequence parallelism needs tp > 1"),
         ("--critic.train.vp 2", "critic.train.vp: 2 virtual stages need pp > 1"),
+        ("--actor.train.first_stage_layers 2", "actor.train.first_stage_layers: 2 needs pp > 1 and vp 1"),
+        ("--actor.train.pp 2 --actor.train.last_stage_layers -1", "actor.train.last_stage_layers: -1 is out of range"),
         ("--actor.train.cp 2", "actor.train.cp: 2 is not supported"),
         ("--actor.generate.tp 2 --actor.generate.sp", "actor.generate: sp and vp serve training only"),
         ("--reward.weights 1 2", "reward.weights: 2 weights for 1 sources of reward; give 1 or none"),

@@ -19,6 +19,8 @@ LAYOUTS = {
     "tp4, more than key/value groups": (4, Layout(tp=4), 4096),
     "one row a micro-batch": (1, Layout(), 1),
     "small micro-batches, pp2": (2, Layout(pp=2), 16),
+    "pp2 vp2": (2, Layout(pp=2, vp=2), 16),
+    "pp2, one layer first": (2, Layout(pp=2, first_stage_layers=1), 16),
     "small micro-batches, dp2": (2, Layout(), 16),
 }
 

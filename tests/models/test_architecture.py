@@ -95,6 +95,27 @@ def test_virtual_stages_interleave():
     assert [list(stage_layers(architecture, layout, rank, 1)) for rank in range(2)] == [[4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize(
+    "pp,first,last,sizes",
+    [(4, 1, 0, [1, 3, 2, 2]), (4, 0, 1, [3, 2, 2, 1]), (4, 1, 2, [1, 3, 2, 2]), (2, 3, 5, [3, 5])],
+)
+def test_first_and_last_stages_have_the_layers_they_are_given(pp, first, last, sizes):
+    architecture = Architecture.from_hf(tiny.tiny_config(num_hidden_layers=8))
+    layout = Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)
+    assert layout_violations(architecture, layout, "actor.train") == []
+    stages = [stage_layers(architecture, layout, rank) for rank in range(pp)]
+    assert [len(stage) for stage in stages] == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(8))
+
+
+@pytest.mark.parametrize("pp,first,last", [(2, 8, 0), (4, 7, 0), (2, 3, 4), (3, 4, 4), (2, 9, 0)])
+def test_stages_without_layers_and_layers_without_a_stage_are_refused(pp, first, last):
+    architecture = Architecture.from_hf(tiny.tiny_config(num_hidden_layers=8))
+    layout = Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)
+    (violation,) = layout_violations(architecture, layout, "actor.train")
+    assert f"first_stage_layers {first} and last_stage_layers {last} leave {8 - first - last} of 8" in violation
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp():
     architecture = Architecture.from_hf(tiny.tiny_config())
     assert [padded_vocab(architecture, Layout(tp=tp)) for tp in (1, 2, 4)] == [101, 102, 104]
