@@ -1,4 +1,4 @@
-"""Losses of a scalar reward model, read at the tokens that the mask marks.
+"""Losses of a reward model, read at the tokens that the mask marks.
 
 The mask decides the form: one marked token, the last, is the usual reward model; all tokens from the point where two
 answers part are DeepSpeed-Chat's per-token form. A flat score per answer is the one at its last marked token.
@@ -21,15 +21,16 @@ CONFIDENCE_EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def reward_loss(
     prediction: Prediction, tokens: TokenBatch, settings: RewardModelling, denominators: Denominators
 ) -> LossAndMetrics:
-    """`preference_loss` or `regression_loss`, as the settings say.
+    """`preference_loss`, `regression_loss` or, with attributes, `attributes_loss`, as the settings say.
 
-    Besides their own metrics: scores/avg and scores/square_avg over the answers' scores, from which a run works out
-    the mean and deviation that are kept with the model.
+    Besides their own metrics: scores/avg, the mean of the answers' scores.
     """
+    if settings.attributes:
+        return attributes_loss(prediction, tokens, settings, denominators)
     score = last_scores(checked(prediction, tokens), tokens)[row_counts(tokens) > 0]
     kind = preference_loss if settings.loss == "preference" else regression_loss
     loss, metrics = kind(prediction, tokens, settings, denominators)
-    return loss, metrics | {"scores/avg": mean(score), "scores/square_avg": mean(score.square())}
+    return loss, metrics | {"scores/avg": mean(score)}
 
 
 def preference_loss(
@@ -84,6 +85,34 @@ def regression_loss(
     return share(losses, denominators.rows), {"loss/reward_avg": mean(losses), "rewards/error": mean(error)}
 
 
+def attributes_loss(
+    prediction: Prediction, tokens: TokenBatch, settings: RewardModelling, denominators: Denominators
+) -> LossAndMetrics:
+    """Mean squared error to several scores of an answer (Wang et al., HelpSteer, 2023, section 3: a linear layer on the
+    last token, one output per attribute).
+
+    At every marked token the mean over the attributes k that the answer has of (v_k - s_k)^2; averaged over its tokens,
+    then over answers. A missing attribute (NaN) is in neither numerator nor denominator, and its row of the head gets
+    no gradient from the answer.
+
+    Metrics: loss/reward_avg; of each attribute rewards/error/NAME, the mean absolute error at the last marked token,
+    and scores/NAME, the mean score there.
+    """
+    assert tokens.attributes is not None, "tokens lack attributes"
+    wanted = tokens.attributes[tokens.row]
+    value = prediction.value.reshape(wanted.shape)
+    given = wanted.isfinite()
+    error = torch.where(given, value - wanted.nan_to_num(), 0.0)
+    valid = row_counts(tokens) > 0
+    losses = row_means(error.square().sum(1) / given.sum(1).clamp(min=1), tokens)[valid]
+    is_last = tokens.row != torch.cat([tokens.row[1:], tokens.row.new_full((1,), tokens.num_rows)])[: len(tokens.row)]
+    metrics: dict[str, Metric] = {"loss/reward_avg": mean(losses)}
+    for place, name in enumerate(settings.attributes):
+        metrics[f"rewards/error/{name}"] = mean(error[is_last & given[:, place], place].abs())
+        metrics[f"scores/{name}"] = mean(value[is_last, place])
+    return share(losses, denominators.rows), metrics
+
+
 def last_scores(value: Tensor, tokens: TokenBatch) -> Tensor:
     """[R]: value [N] at each row's last marked token; 0 for a row without one."""
     counts = row_counts(tokens).to(torch.int64)
@@ -122,7 +151,7 @@ def calibration_error(metrics: dict[str, Metric]) -> float:
 def reward_reads(settings: RewardModelling) -> tuple[str, ...]:
     """Which answer is preferred, or its score."""
     if settings.loss == "regression":
-        return ("score",)
+        return ("attributes",) if settings.attributes else ("score",)
     return ("preference", "margin") if settings.margins else ("preference",)
 
 

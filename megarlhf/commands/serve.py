@@ -33,6 +33,11 @@ class ServeRun:
     role: Literal["reward", "reference"] = "reward"
     """reward: POST /score answers a score for each response. reference: POST /logprobs answers the log-prob of each
     response token."""
+    attribute_weights: tuple[float, ...] = ()
+    """For a reward model with several labels: the weight of each, in their order, in the sum that is the score."""
+    normalise: bool = True
+    """Shift and scale a reward model's scores by the mean and deviation in its config.json, where it has them; the
+    answer's raw_scores are without."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for other machines too."""
     port: int = 0
@@ -84,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
 def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
     """Raises ConfigError with everything that can be known to be wrong before a rank is joined or weights are read."""
     from megarlhf.models.architecture import Architecture, layout_violations
+    from megarlhf.models.score_config import score_rule, weight_violations
     from megarlhf.rewards.remote import read_token
 
     violations = [] if model else ["MODEL_DIR: not given; name the model's folder: megarlhf serve MODEL_DIR ..."]
@@ -102,21 +108,30 @@ def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
     architecture = Architecture.from_folder(model)
     violations += layout_violations(architecture, Layout(tp=settings.tp, pp=settings.pp), "serve")
     if bool(architecture.num_labels) != (settings.role == "reward"):
-        kind = "a SequenceClassification model" if architecture.num_labels else "a language model without a score head"
+        kind = "a model with a score head" if architecture.num_labels else "a language model without a score head"
         other = "reference" if settings.role == "reward" else "reward"
         violations.append(f"--role {settings.role}: {model} is {kind}; use --role {other}, or another model")
+    elif settings.role == "reward":
+        violations += weight_violations(architecture, settings.attribute_weights, "--attribute_weights", model)
     if violations:
         raise ConfigError(violations)
+    if settings.role == "reward":
+        score_rule(model, settings.attribute_weights, normalise=settings.normalise)
 
 
 def build(model_folder: str, settings: ServeRun, world_size: int):
     """The `Served` model with its weights. Collective over the world."""
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.loop.serving import Served
+    from megarlhf.models.score_config import ScoreRule, score_rule
 
     head = "value" if settings.role == "reward" else "vocabulary"
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, head)
-    return Served(settings.role, model, Tokenizer(model_folder), settings.micro_batch_tokens, settings.max_request_rows)
+    rule = ScoreRule()
+    if settings.role == "reward":
+        rule = score_rule(model_folder, settings.attribute_weights, normalise=settings.normalise)
+    tokenizer = Tokenizer(model_folder)
+    return Served(settings.role, model, tokenizer, settings.micro_batch_tokens, settings.max_request_rows, rule)
 
 
 def listen(served, settings: ServeRun, desk: "Desk"):

@@ -70,7 +70,7 @@ def algorithm_violations(settings: AlgorithmSettings, samples_per_prompt: int = 
             f"algorithm.label_smoothing: {settings.label_smoothing} is for loss sigmoid; IPO has no log-sigmoid to "
             "smooth; set it to 0"
         )
-    return found
+    return [*found, *_attributes(settings)] if isinstance(settings, RewardModelling) else found
 
 
 def algorithm_warnings(settings: AlgorithmSettings) -> list[str]:
@@ -114,6 +114,17 @@ def _groups(settings: PolicyGradient, samples_per_prompt: int) -> Iterator[str]:
             "rollout.samples_per_prompt: 1 response has no siblings to be compared with, so every advantage would be "
             "0; choose 2 or more"
         )
+
+
+def _attributes(settings: RewardModelling) -> Iterator[str]:
+    names = settings.attributes
+    if names and settings.loss != "regression":
+        yield (
+            f"algorithm.attributes: {', '.join(names)} with loss {settings.loss}: which answer is better says nothing "
+            "of single attributes; set loss to regression, or leave attributes out"
+        )
+    if len(set(names)) < len(names) or not all(names):
+        yield f"algorithm.attributes: {list(names)} are not different names; give each attribute its own"
 
 
 def _penalty(settings: PPO) -> Iterator[str]:

@@ -171,10 +171,10 @@ class SFT:
 
 @dataclass(frozen=True)
 class RewardModelling:
-    """A scalar reward model from preferences (pairs or K ranked answers) or from scores given by hand."""
+    """A reward model from preferences (pairs or K ranked answers) or from scores given by hand."""
 
     loss: Literal["preference", "regression"] = "preference"
-    """Bradley-Terry over all pairs of a prompt's answers, or the squared error to each answer's score."""
+    """Bradley-Terry over all pairs of a prompt's answers, or the squared error to each answer's score or scores."""
     read_at: Literal["last", "divergence"] = "last"
     """Where scores are read: at each answer's last token, or at every token from where the answers to a prompt first
     differ (DeepSpeed-Chat's per-token form)."""
@@ -184,3 +184,6 @@ class RewardModelling:
     """The better answer must win by the margin that the data give it."""
     centring_coef: float = 0.0
     """Coefficient of the squared sum of a pair's scores, which keeps scores centred at 0."""
+    attributes: tuple[str, ...] = ()
+    """Regression on several scores of an answer (helpfulness, correctness, ...): their names, which become the labels
+    of the exported model, in this order. Empty: one score."""

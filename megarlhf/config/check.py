@@ -70,6 +70,7 @@ RANGES = {
     "pretraining.coef": NOT_NEGATIVE,
     "residency.device_gib": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
+    "statistics.max_examples": NOT_NEGATIVE,
     "run.seed": SEED,
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
@@ -265,7 +266,12 @@ def _reward_sources(reward: Reward) -> Iterator[str]:
     num_sources, num_weights = len(reward.functions) + bool(reward.model), len(reward.weights)
     if not num_sources:
         yield "reward: neither reward.model nor reward.functions is set; give one, for example functions: [sentiment]"
-    elif num_weights not in (0, num_sources):
+    if reward.attribute_weights and not reward.model:
+        yield (
+            f"reward.attribute_weights: {list(reward.attribute_weights)} combine the labels of reward.model, which is "
+            "not set; leave them out, or set it"
+        )
+    if num_sources and num_weights not in (0, num_sources):
         yield f"reward.weights: {num_weights} weights for {num_sources} sources of reward; give {num_sources} or none"
 
 

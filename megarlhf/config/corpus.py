@@ -45,6 +45,16 @@ class Negatives:
     """How answers are spoilt: another prompt's best answer, cut short, or padded with repetition."""
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and deviation of the trained model's scores, which are kept with it (config.json) to normalise them by."""
+
+    path: str = ""
+    """Data set whose answers are scored, with rows like those of `data`; empty: the data set that was trained on."""
+    max_examples: int = 1024
+    """The first so many examples, in the data set's order, are scored; 0: the model is exported without statistics."""
+
+
 def corpus_violations(settings: Texts, section: str) -> Iterator[str]:
     """What is wrong with a corpus whose settings are under the name `section`, without a look at the file."""
     if not settings.path:

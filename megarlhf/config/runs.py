@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megarlhf.config.algorithms import DPO, GRPO, KTO, RLOO, SFT, ReinforcePlusPlus, RewardModelling
-from megarlhf.config.corpus import Corpus, Negatives
+from megarlhf.config.corpus import Corpus, Negatives, Statistics
 from megarlhf.config.residency import Residency
 from megarlhf.config.settings import (
     Actor,
@@ -13,6 +13,7 @@ from megarlhf.config.settings import (
     PPORun,
     Reference,
     Reward,
+    RewardTrainee,
     Rollout,
     Run,
     Trainee,
@@ -75,10 +76,11 @@ class SFTRun:
 class RewardModelRun:
     """Settings of `megarlhf rm`."""
 
-    reward: Trainee = Trainee(optimizer=Optimizer(learning_rate=1e-5))
+    reward: RewardTrainee = RewardTrainee(optimizer=Optimizer(learning_rate=1e-5))
     algorithm: RewardModelling = RewardModelling()
     data: Corpus = Corpus()
     negatives: Negatives = Negatives()
+    statistics: Statistics = Statistics()
     run: CorpusRun = CorpusRun(dir="runs/rm")
 
 

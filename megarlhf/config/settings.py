@@ -14,6 +14,8 @@ from megarlhf.config.residency import CriticResidency
 
 Precision = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
+NewHead = Literal["if_missing", "never", "always"]
+"""When a value model starts with a new head, which is zero."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class Trainee:
 
 
 @dataclass(frozen=True)
+class RewardTrainee(Trainee):
+    """A reward model that is trained."""
+
+    new_head: NewHead = "if_missing"
+    """When the score head starts anew, at zero: where the folder has none (with a warning); never, so that a folder
+    without one is refused; or always."""
+
+
+@dataclass(frozen=True)
 class Actor(Trainee):
     """The policy that is trained on what it samples."""
 
@@ -78,8 +89,12 @@ class Critic:
     """The value model that is trained."""
 
     model: str = ""
-    """Folder to start from: a language model (the value head starts at zero) or a SequenceClassification model.
-    Empty: the reward model's when there is one, else the actor's."""
+    """Folder to start from: a language model or a SequenceClassification model, see `new_head`. Empty: the reward
+    model's when there is one, else the actor's."""
+    new_head: NewHead = "if_missing"
+    """When the value head starts anew, at zero, over the folder's body: where the folder has none (with a warning), so
+    that a critic can start from the policy; never, so that a folder without one is refused; or always. A reward model
+    with several labels is no critic: it needs always."""
     train: Layout | None = None
     """Layout for training; the actor's when not given."""
     optimizer: Optimizer = Optimizer(learning_rate=5e-6)
@@ -121,7 +136,12 @@ class Reward:
     """Where scores come from: a reward model, functions, servers, or the weighted sum of several."""
 
     model: str = ""
-    """Folder of a SequenceClassification model with one label; empty: no reward model."""
+    """Folder of a SequenceClassification model (or of another one with a score head); empty: no reward model."""
+    attribute_weights: tuple[float, ...] = ()
+    """For a reward model with several labels: the weight of each, in their order, in the sum that is the score."""
+    normalise: bool = True
+    """Shift and scale the reward model's scores to mean 0 and deviation 1, by the numbers in its config.json
+    (megarlhf_score_mean, megarlhf_score_std), where it has them."""
     train: Layout | None = None
     """Layout of the reward model; the critic's when not given."""
     dtype: Precision = "float32"

@@ -1,5 +1,6 @@
 """Examples as the batch of a step: answers become rows, and a rule says at which tokens they are learnt from."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ token of each row; or from where the answers to a prompt first differ, to each r
 def corpus_experience(examples: Sequence[Example], mask: MaskRule) -> Experience:
     """One row per answer, in order; answers to one prompt share a group. What the data set says of them is filled in.
 
-    `preference` and `score` are None in a batch without any; `margin` is 0 where a comparison has none.
+    `preference`, `score` and `attributes` are None in a batch without any; `margin` is 0 where a comparison has none.
     """
     pairs = [(group, example, answer) for group, example in enumerate(examples) for answer in example.answers]
     answers = [answer for _, _, answer in pairs]
@@ -41,6 +42,7 @@ def corpus_experience(examples: Sequence[Example], mask: MaskRule) -> Experience
         preference=_numbers([answer.preference for answer in answers]),
         margin=_numbers([_margin(answer) for answer in answers]),
         score=_numbers([answer.score for answer in answers]),
+        attributes=_attributes([answer.attributes for answer in answers]),
     )
 
 
@@ -80,6 +82,15 @@ def _numbers(values: Sequence[float | None]) -> Tensor | None:
     if all(value is None for value in values):
         return None
     return torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float32)
+
+
+def _attributes(rows: Sequence[tuple[float | None, ...] | None]) -> Tensor | None:
+    """[B, K] float32 with NaN for what is missing, or None when no row has attributes."""
+    given = [row for row in rows if row is not None]
+    if not given:
+        return None
+    assert len(given) == len(rows), "some answers have attributes, others none at all"
+    return torch.tensor([[math.nan if one is None else one for one in row] for row in given], dtype=torch.float32)
 
 
 def _response(experience: Experience, examples: Sequence[Example]) -> Experience:

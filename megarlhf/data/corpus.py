@@ -1,15 +1,17 @@
 """Data sets that are learnt from as they are written: rows of a file become prompts and answers in token ids.
 
 Three kinds of row: demonstrations (a conversation, a prompt with its response, or a plain text), preferences (chosen
-and rejected, or several ranked responses), and answers with a grade (a score, or a label). Prompts and responses are
-texts or lists of turns (encoding.py). Every bad row is reported; rows that are dropped are counted and logged.
+and rejected, or several ranked responses), and answers with a grade (a score, several, or a label). Prompts and
+responses are texts or lists of turns (encoding.py). Every bad row is reported; rows that are dropped are counted and
+logged.
 """
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megarlhf.config.corpus import Corpus
@@ -35,6 +37,7 @@ _READ = {
     "responses",
     "ranks",
     "score",
+    "scores",
     "label",
 }
 """Keys that say something here; the others are metadata."""
@@ -67,6 +70,28 @@ def read_scored(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -
 def read_labelled(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -> list[Example]:
     """Rows `{"prompt", "response", "label"}` (KTO): one answer each, with `preference` 1 (label true) or 0."""
     return _read(settings, tokenizer, section, _labelled)
+
+
+def attributes_reader(names: Sequence[str]) -> Callable[..., list[Example]]:
+    """Reads rows `{"prompt", "response", "scores"}` like the other readers: one answer each, with `attributes`.
+
+    `scores` is an object with the attributes `names`, or a list in their order. One that is absent or null is missing;
+    a row without any is an error, and so is an attribute that no row has. Instead of under `scores` the attributes may
+    stand in the row itself.
+    """
+
+    def read(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -> list[Example]:
+        examples = _read(settings, tokenizer, section, partial(_attributed, tuple(names)))
+        rows = [answer.attributes for example in examples for answer in example.answers]
+        lacking = [name for place, name in enumerate(names) if all(row is None or row[place] is None for row in rows)]
+        if lacking:
+            raise DataError(
+                f"{section}.path: no row of {settings.path} has a score for {', '.join(lacking)}; correct "
+                "algorithm.attributes, or the file's keys"
+            )
+        return examples
+
+    return read
 
 
 def _read(
@@ -148,6 +173,24 @@ def _scored(row: Row, encoder: Encoder, number: int) -> Draft:
     score = float(row["score"]) if isinstance(row["score"], bool) else _number("score", row["score"])
     draft = _answered(row, encoder, number)
     return _with_answers(draft, replace(draft.example.answers[0], score=score))
+
+
+def _attributed(names: tuple[str, ...], row: Row, encoder: Encoder, number: int) -> Draft:
+    _require(row, "response")
+    scores = row.get("scores", {name: row[name] for name in names if name in row})
+    if isinstance(scores, list):
+        if len(scores) != len(names):
+            raise DataError(f"scores has {len(scores)} entries; give {len(names)}: {', '.join(names)}, null if missing")
+        scores = dict(zip(names, scores, strict=True))
+    if not isinstance(scores, dict):
+        raise DataError(
+            f"scores is {type_name(scores)}; give an object with {', '.join(names)}, or a list in this order"
+        )
+    found = tuple(None if scores.get(name) is None else _number(f"scores.{name}", scores[name]) for name in names)
+    if all(value is None for value in found):
+        raise DataError(f"the row has none of the scores {', '.join(names)}; its keys are {sorted(row)}")
+    draft = _answered({key: value for key, value in row.items() if key not in names}, encoder, number)
+    return _with_answers(draft, replace(draft.example.answers[0], attributes=found))
 
 
 def _labelled(row: Row, encoder: Encoder, number: int) -> Draft:

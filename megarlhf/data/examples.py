@@ -23,6 +23,8 @@ class Answer:
     """By how much the chosen answer should win at least."""
     score: float | None = None
     """Grade on the data set's own scale."""
+    attributes: tuple[float | None, ...] | None = None
+    """Several grades, in the order of the settings; None where one is missing."""
 
 
 @dataclass(frozen=True)

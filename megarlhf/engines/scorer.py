@@ -14,6 +14,7 @@ from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
 from megarlhf.models.lora import Key, adapters_off
+from megarlhf.models.score_config import ScoreRule, label_names
 from megarlhf.parallel.rows import gather_rows
 from megarlhf.records.experience import Experience, scatter_rows
 
@@ -132,14 +133,27 @@ class RewardModelScorer:
 
     model: Model
     max_tokens: int
+    rule: ScoreRule = ScoreRule()
+    """How the labels' scores become one."""
 
-    def scores(self, experience: Experience) -> torch.Tensor:
-        """[B] float32. Collective over the world."""
+    def raw_scores(self, experience: Experience) -> torch.Tensor:
+        """[B, K] float32, as the head gives them. Collective over the world."""
 
         def head(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            return values(self.model, hidden, batch.packed.last_positions)
+            return values(self.model, hidden, batch.packed.last_positions).flatten()
 
-        return torch.cat(score_rows(self.model, experience, [1] * experience.num_rows, self.max_tokens, head))
+        num_rows, num_labels = experience.num_rows, len(self.labels)
+        rows = score_rows(self.model, experience, [num_labels] * num_rows, self.max_tokens, head)
+        return torch.cat(rows).view(num_rows, num_labels)
+
+    def scores(self, experience: Experience) -> torch.Tensor:
+        """[B] float32, by the rule. Collective over the world."""
+        return self.rule.combined(self.raw_scores(experience))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the K labels."""
+        return label_names(self.model.architecture)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,21 @@ class ExchangedRewardModelScorer:
     weights: OtherWeights
     scorer: RewardModelScorer
 
-    def scores(self, experience: Experience) -> torch.Tensor:
-        """[B] float32. Collective over the world."""
+    def raw_scores(self, experience: Experience) -> torch.Tensor:
+        """[B, K] float32, as the head gives them. Collective over the world."""
         with self.weights.swapped_in(self.scorer.model.named_parameters()):
-            return self.scorer.scores(experience)
+            return self.scorer.raw_scores(experience)
+
+    def scores(self, experience: Experience) -> torch.Tensor:
+        """[B] float32, by the rule. Collective over the world."""
+        return self.rule.combined(self.raw_scores(experience))
+
+    @property
+    def rule(self) -> ScoreRule:
+        """How the labels' scores become one."""
+        return self.scorer.rule
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the K labels."""
+        return self.scorer.labels

@@ -56,6 +56,7 @@ def reward_lives_in_critic(reward_home: Place, cast: dict[str, Role]) -> bool:
     if "critic" not in cast or reward_home == "device" or cast["critic"].lora.rank:
         return False
     critic, reward = cast["critic"], cast["reward"]
-    if replace(critic, name="", folder="", setting="") != replace(reward, name="", folder="", setting=""):
+    as_reward = replace(critic, name="reward", folder=reward.folder, setting=reward.setting, is_trained=False)
+    if critic.new_head == "always" or replace(as_reward, new_head=reward.new_head) != reward:
         return False
     return Architecture.from_folder(critic.folder) == Architecture.from_folder(reward.folder)

@@ -119,7 +119,7 @@ def model_violations(setting: str, folder: str, tp: int, pp: int) -> list[str]:
     except (ConfigError, CheckpointError) as error:
         return [f"{setting}: {error}"]
     if architecture.num_labels:
-        return [f"{setting}: {folder} is a SequenceClassification model, which writes nothing; give a language model"]
+        return [f"{setting}: {folder} has a score head, which writes nothing; give a language model"]
     return layout_violations(architecture, Layout(tp=tp, pp=pp), setting)
 
 

@@ -1,14 +1,14 @@
 """Runs over a data set: supervised fine-tuning, reward models, and preferences without sampling."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.runs import DPORun, KTORun, OfflineRun, RewardModelRun
 from megarlhf.data.batches import CorpusBatches, MaskRule
-from megarlhf.data.corpus import read_demonstrations, read_labelled, read_preferences, read_scored
+from megarlhf.data.corpus import attributes_reader, read_demonstrations, read_labelled, read_preferences, read_scored
 from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
@@ -17,6 +17,7 @@ from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
+from megarlhf.loop.statistics import ScoreMeasure
 from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
 from megarlhf.residency.residency import Residency
@@ -37,8 +38,10 @@ class Reading:
 def reading(settings: OfflineRun) -> Reading:
     """Demonstrations, preferences, judged or scored answers, by what the command learns from."""
     if isinstance(settings, RewardModelRun):
-        read = read_scored if settings.algorithm.loss == "regression" else read_preferences
-        return Reading(read, settings.algorithm.read_at)
+        how = settings.algorithm
+        if how.attributes:
+            return Reading(attributes_reader(how.attributes), how.read_at)
+        return Reading(read_scored if how.loss == "regression" else read_preferences, how.read_at)
     if isinstance(settings, DPORun):
         return Reading(read_preferences, "response")
     return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
@@ -76,7 +79,20 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         residency=residency,
         modules=dict.fromkeys([*scorers, f"learn_{role.name}"], (role.name,)),
         followers=followers,
+        measure=_measure(settings, how, examples, tokenizer, model) if isinstance(settings, RewardModelRun) else None,
     )
+
+
+def _measure(
+    settings: RewardModelRun, how: Reading, examples: list[Example], tokenizer: Tokenizer, model: Model
+) -> ScoreMeasure | None:
+    """What measures the scores of the exported model, on a data set that is read before anything is trained."""
+    where, limit = settings.statistics, settings.statistics.max_examples
+    if not limit:
+        return None
+    if where.path:
+        examples = how.read(replace(settings.data, path=where.path), tokenizer, "statistics")
+    return ScoreMeasure(model, examples[:limit], settings.reward.micro_batch_tokens)
 
 
 def _batches(settings: OfflineRun, examples: list[Example], order: PromptOrder, mask: MaskRule) -> CorpusBatches:

@@ -8,6 +8,7 @@ from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.schedule import updates_per_step
 from megarlhf.config.runs import OnlineRun, PPORun
+from megarlhf.config.settings import Reward
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.prompts import read_prompts
 from megarlhf.data.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from megarlhf.loop.run import Follower, Mixture, Passes, Run, Scorer, Source
 from megarlhf.loop.scoring import Report, reward_scores
 from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
+from megarlhf.models.score_config import score_rule
 from megarlhf.records.metrics import Metric
 from megarlhf.residency.average import Average
 from megarlhf.residency.residency import Residency
@@ -139,7 +141,7 @@ def _judge_and_critic(
     if "reward" in cast and not is_shared:
         model = workshop.model(cast["reward"])
         house_weights(residency, "reward", model)
-        judge = Judge(RewardModelScorer(model, settings.reward.micro_batch_tokens), ("reward",))
+        judge = Judge(_reward_scorer(settings.reward, model), ("reward",))
     return judge, learners
 
 
@@ -155,7 +157,12 @@ def _exchanged(
     residency.add_exchanged(reward, weights)
     if is_other:
         load_weights(critic, cast["critic"].folder)
-    return ExchangedRewardModelScorer(weights, RewardModelScorer(critic, settings.reward.micro_batch_tokens))
+    return ExchangedRewardModelScorer(weights, _reward_scorer(settings.reward, critic))
+
+
+def _reward_scorer(settings: Reward, model: Model) -> RewardModelScorer:
+    rule = score_rule(settings.model, settings.attribute_weights, normalise=settings.normalise)
+    return RewardModelScorer(model, settings.micro_batch_tokens, rule)
 
 
 def _rollouts(

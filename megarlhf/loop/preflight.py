@@ -6,12 +6,13 @@ from tempfile import TemporaryFile
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, SFTRun
-from megarlhf.config.settings import CorpusRun, Reference
+from megarlhf.config.settings import CorpusRun, Reference, Reward
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.remote import address_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
+from megarlhf.models.score_config import label_names, score_rule, weight_violations
 from megarlhf.rewards.remote import read_token
 from megarlhf.rewards.sources import check_spec
 
@@ -28,8 +29,11 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings.run)
+    for name, architecture in models.items():
+        found += _head_violations(cast[name], architecture)
     if isinstance(settings, OnlineRun):
-        found += [line for name, model in models.items() for line in _head_violations(cast[name], model)]
+        if "reward" in models:
+            found += _score_violations(settings.reward, models["reward"])
         found += _online_length_violations(settings, models)
         found += _reward_violations(settings)
         found += _missing_file("data.prompts", settings.data.prompts, "a JSONL file of prompts")
@@ -42,16 +46,34 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
 
 def _head_violations(role: Role, architecture: Architecture) -> list[str]:
     if role.head == "vocabulary" and architecture.num_labels:
-        return [
-            f"actor.model: {role.folder} is a SequenceClassification model, it cannot generate; give a causal language "
-            "model"
-        ]
-    if role.name == "reward" and not architecture.num_labels:
-        return [
-            f"reward.model: {role.folder} is a language model without a score head; give a SequenceClassification "
-            "model with one label"
-        ]
-    return []
+        return [f"actor.model: {role.folder} has a score head, it cannot generate; give a causal language model"]
+    if role.head == "vocabulary" or role.has_new_head(architecture):
+        return []
+    if not architecture.num_labels:
+        remedy = "give a SequenceClassification model"
+        remedy += f", or set {role.name}.new_head to if_missing" if role.is_trained else ""
+        return [f"{role.name}.model: {role.folder} is a language model without a score head; {remedy}"]
+    return _label_violations(role, architecture) if role.is_trained else []
+
+
+def _label_violations(role: Role, architecture: Architecture) -> list[str]:
+    """A head that is trained further keeps its labels."""
+    names, wanted = label_names(architecture), role.labels
+    if len(names) == max(1, len(wanted)) and (not wanted or not architecture.labels or names == wanted):
+        return []
+    asked = f"algorithm.attributes {', '.join(wanted)}" if wanted else "one score"
+    return [
+        f"{role.name}.model: the score head of {role.folder} has the labels {', '.join(names)}, not {asked}; set "
+        f"{role.name}.new_head to always to start from its body with a new head, or give another model"
+    ]
+
+
+def _score_violations(settings: Reward, architecture: Architecture) -> list[str]:
+    """Of the reward model: what combines its labels, and what its config.json says of its scores."""
+    found = weight_violations(architecture, settings.attribute_weights, "reward.attribute_weights", settings.model)
+    rule = partial(score_rule, settings.model, settings.attribute_weights, normalise=settings.normalise)
+    attempt(rule, found, "reward.model")
+    return found
 
 
 def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:

@@ -1,14 +1,14 @@
 """Which model folder, layout and precision each role ends up with, once the settings' empty fields are filled in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
-from megarlhf.config.settings import Critic, Precision, Recompute, Trainee
+from megarlhf.config.settings import Critic, NewHead, Precision, Recompute, Trainee
 from megarlhf.errors import MegarlhfError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
@@ -33,17 +33,35 @@ class Role:
     """While training."""
     recompute: Recompute = "none"
     """While training."""
+    new_head: NewHead = "never"
+    """When a value head starts anew."""
+    labels: tuple[str, ...] = ()
+    """Names of a new head's rows; none: one row."""
+    is_trained: bool = False
+
+    def has_new_head(self, architecture: Architecture) -> bool:
+        """Whether the model starts with a head of its own rather than the one of its folder (`architecture`)."""
+        if self.head != "value" or self.new_head == "never":
+            return False
+        return self.new_head == "always" or not architecture.num_labels
+
+    def built(self, architecture: Architecture) -> Architecture:
+        """The architecture as it is built, with the labels of a new head."""
+        if not self.has_new_head(architecture):
+            return architecture
+        return replace(architecture, num_labels=max(1, len(self.labels)), labels=self.labels, head_bias=False)
 
 
 def roles(settings: AnyRun) -> dict[str, Role]:
     """The models of a run by name. The reference has none of its own: it shares the actor's module.
 
     Online: actor, generator, PPO's critic, and the reward model when there is one. The critic starts from the reward
-    model's weights unless it has a folder of its own; without a reward model it starts from the actor's, with a new
-    value head. Offline: the one model that is trained.
+    model's weights, head included, unless it has a folder of its own; without a reward model it starts from the
+    actor's, with a new value head unless critic.new_head forbids it. Offline: the one model that is trained.
     """
     if isinstance(settings, RewardModelRun):
-        found = [_trained("reward", settings.reward.model, settings.reward.train, "value", settings.reward)]
+        reward = _trained("reward", settings.reward.model, settings.reward.train, "value", settings.reward)
+        found = [replace(reward, new_head=settings.reward.new_head, labels=settings.algorithm.attributes)]
     else:
         found = [_trained("actor", settings.actor.model, settings.actor.train, "vocabulary", settings.actor)]
     if isinstance(settings, OnlineRun):
@@ -58,7 +76,8 @@ def _online(settings: OnlineRun) -> list[Role]:
     if isinstance(settings, PPORun):
         critic = settings.critic
         judge = critic.train or actor.train
-        found.append(_trained("critic", critic.model or reward.model or actor.model, judge, "value", critic))
+        trained = _trained("critic", critic.model or reward.model or actor.model, judge, "value", critic)
+        found.append(replace(trained, new_head=critic.new_head))
     if reward.model:
         layout = reward.train or judge
         found.append(Role("reward", reward.model, layout, "value", reward.dtype, "reward.train"))
@@ -67,7 +86,18 @@ def _online(settings: OnlineRun) -> list[Role]:
 
 def _trained(name: str, folder: str, layout: Layout, head: Head, section: Trainee | Critic) -> Role:
     dropout = section.dropout if isinstance(section, Trainee) else 0.0
-    return Role(name, folder, layout, head, section.dtype, f"{name}.train", section.lora, dropout, section.recompute)
+    return Role(
+        name,
+        folder,
+        layout,
+        head,
+        section.dtype,
+        f"{name}.train",
+        section.lora,
+        dropout,
+        section.recompute,
+        is_trained=True,
+    )
 
 
 def attempt(call: Callable[[], Value], violations: list[str], setting: str) -> Value | None:

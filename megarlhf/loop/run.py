@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,14 @@ class Follower:
     """Folder in the run folder that the average is exported to at the end; empty: it is not."""
 
 
+class Measure(Protocol):
+    """What an exported model says of itself beyond its weights."""
+
+    def entries(self) -> Mapping[str, Any]:
+        """Entries for its config.json. Collective over the world."""
+        ...
+
+
 @dataclass(frozen=True)
 class Passes:
     """How a batch is gone through: one pass in one piece for a data set."""
@@ -101,6 +109,8 @@ class Run:
     followers: Sequence[Follower] = ()
     judge: Scorer | None = None
     """What scores sampled responses; None: nothing is sampled."""
+    measure: Measure | None = None
+    """What is found out about the model when it is exported."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers of the step so far."""
     episodes: int = 0
@@ -209,7 +219,8 @@ class Run:
         model, role, replace = self.learners[name].model, self.roles[name], self.settings.run.overwrite
         with self._weights_of(name, f"save_{name}"):
             with other.swapped_in(model.named_parameters()) if other else nullcontext():
-                export_model(model, folder, source_folder=role.folder, replace=replace)
+                entries = self.measure.entries() if self.measure else {}
+                export_model(model, folder, source_folder=role.folder, replace=replace, entries=entries)
                 if role.lora.rank:
                     lora_folder = folder.with_name(f"{folder.name}_lora")
                     export_peft(model, lora_folder, role.lora, base=role.folder, replace=replace)

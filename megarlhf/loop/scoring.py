@@ -13,6 +13,7 @@ from megarlhf.config.settings import Reward
 from megarlhf.engines.scorer import ExchangedRewardModelScorer, RewardModelScorer
 from megarlhf.errors import RewardError
 from megarlhf.loop.remote import ask_on_all_ranks
+from megarlhf.models.score_config import ScoreRule
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Mean, Metric, Total
 from megarlhf.rewards.sources import Source, sources
@@ -44,17 +45,31 @@ class Scores:
     def annotate(self, experience: Experience) -> Experience:
         """Collective over the world."""
         isolate_s = ISOLATION_LIMITS * self.timeout_s if self.on_failure == "mask" else 0.0
-        parts = {} if self.reward_model is None else {"model": self.reward_model.scores(experience)}
+        raw = None if self.reward_model is None else self.reward_model.raw_scores(experience)
+        parts = {} if raw is None else {"model": self.reward_model.rule.combined(raw)}
         for source in self.sources:
             parts[source.name] = score_on_all_ranks(source, experience, isolate_s)
         stacked = torch.stack(list(parts.values()))
         has_score = stacked.isfinite().all(dim=0)
         self._require(has_score, experience)
-        self.report(_metrics(parts, has_score))
+        self.report(_metrics(parts, has_score) | self._raw_metrics(raw))
         weights = torch.tensor(list(self.weights), dtype=torch.float32)
         score = (weights[:, None] * stacked).sum(0)
         score = torch.where(has_score, score, score[has_score].mean())
         return experience.replace(score=score, mask=experience.mask & has_score[:, None])
+
+    def _raw_metrics(self, raw: torch.Tensor | None) -> dict[str, Metric]:
+        """Of a reward model whose scores are normalised or combined, what it said before that, [B, K].
+
+        reward/model_raw    mean score of the label, where there is one
+        reward/model/LABEL  of several labels, the mean score of each
+        """
+        if raw is None or self.reward_model.rule == ScoreRule():
+            return {}
+        labels = self.reward_model.labels
+        names = ["reward/model_raw"] if len(labels) == 1 else [f"reward/model/{label}" for label in labels]
+        columns = [column[column.isfinite()] for column in raw.double().T]
+        return {name: Mean(float(one.sum()), len(one)) for name, one in zip(names, columns, strict=True)}
 
     def _require(self, has_score: torch.Tensor, experience: Experience) -> None:
         """Raises RewardError where too few rows have a score, [B] bool, for what `on_failure` says."""
@@ -86,7 +101,7 @@ def reward_scores(
 def _metrics(parts: dict[str, torch.Tensor], has_score: torch.Tensor) -> dict[str, Metric]:
     """Of one batch, before weights.
 
-    reward/NAME    mean score by each source (model: the reward model), over the rows that it scored
+    reward/NAME    mean score by each source (model: the reward model's, normalised), over the rows that it scored
     reward/failed  rows that some source did not score, where there were any
     """
     found: dict[str, Metric] = {}

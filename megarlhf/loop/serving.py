@@ -11,6 +11,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
 from megarlhf.errors import DataError
 from megarlhf.models.build import Model
+from megarlhf.models.score_config import ScoreRule, label_names
 from megarlhf.records.experience import Experience
 from megarlhf.rewards.remote import is_finite_number
 from megarlhf.rewards.server import Refusal
@@ -38,6 +39,8 @@ class Served:
     """Tokens packed into one micro-batch."""
     max_rows: int
     """Rows of one request."""
+    rule: ScoreRule = ScoreRule()
+    """How a reward model's labels become one score."""
 
     @property
     def path(self) -> str:
@@ -54,7 +57,12 @@ class Served:
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": architecture.vocab_size,
             "max_positions": architecture.max_positions,
+            **(self._reward_health() if self.role == "reward" else {}),
         }
+
+    def _reward_health(self) -> dict[str, Any]:
+        labels, rule = label_names(self.model.architecture), self.rule
+        return {"labels": labels, "weights": rule.weights, "is_normalised": rule.statistics is not None}
 
     def question(self, body: dict[str, Any]) -> Question:
         """The body's rows: its `prompt_ids` and `response_ids`, or, for scores, its `prompts` and `responses`.
@@ -79,12 +87,16 @@ class Served:
         return Question(_rows(prompts, responses), self._temperature(body))
 
     def answer(self, question: Question) -> dict[str, list]:
-        """{"scores": [B]} or {"logprobs": [B][tokens of the response]}. Collective over the world."""
+        """{"scores": [B], "raw_scores": [B][labels]} or {"logprobs": [B][tokens of the response]}.
+
+        Scores are normalised and combined by the rule, raw ones are what the head said. Collective over the world.
+        """
         rows = question.rows
         if not rows.num_rows:
-            return {"scores" if self.role == "reward" else "logprobs": []}
+            return {"scores": [], "raw_scores": []} if self.role == "reward" else {"logprobs": []}
         if self.role == "reward":
-            return {"scores": RewardModelScorer(self.model, self.max_tokens).scores(rows).tolist()}
+            raw = RewardModelScorer(self.model, self.max_tokens).raw_scores(rows)
+            return {"scores": self.rule.combined(raw).tolist(), "raw_scores": raw.tolist()}
         scored = LogprobScorer(self.model, "logp_reference", question.temperature, self.max_tokens).annotate(rows)
         assert scored.logp_reference is not None
         pairs = zip(scored.logp_reference, rows.mask, strict=True)

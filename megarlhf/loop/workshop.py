@@ -18,7 +18,7 @@ from megarlhf.residency.average import Average
 from megarlhf.residency.residency import Residency
 from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.weights.exchange import DTYPES
-from megarlhf.weights.load import load_weights
+from megarlhf.weights.load import LoadReport, load_weights
 
 REFERENCE = Tenant("reference", WEIGHTS)
 
@@ -36,11 +36,12 @@ class Workshop:
     def model(self, role: Role, *, load: bool = True) -> Model:
         """A model of `role`, with its folder's weights unless `load` is false. Collective over the world.
 
-        A trained value model may start from a language model, with a head of zeros. Adapters come with their own seed.
+        A trained value model may start with a new head of zeros (`Role.new_head`). Adapters come with their own seed.
         """
         if role.layout not in self.groups:
             self.groups[role.layout] = build_groups(role.layout, self.world_size)
-        architecture = Architecture.from_folder(role.folder)
+        in_folder = Architecture.from_folder(role.folder)
+        architecture = role.built(in_folder)
         dtype = DTYPES[role.dtype]
         groups = self.groups[role.layout]
         model = build_model(
@@ -55,15 +56,22 @@ class Workshop:
         if role.dropout:
             seed_dropout(groups, self.seed)
         if load:
-            is_new_head = role.head == "value" and not architecture.num_labels
-            load_weights(model, role.folder, new_value_head=is_new_head)
-            if is_new_head and groups.rank == 0:
-                _log.warning(
-                    "%s: %s has no value head; it starts with a new one, which is zero", role.name, role.folder
-                )
+            report = load_weights(model, role.folder, new_value_head=role.has_new_head(in_folder))
+            if groups.rank == 0:
+                _tell_head(role, in_folder, report)
         if role.lora.rank:
             add_lora(model, role.lora, derive_seed(self.seed, "lora", role.name))
         return model
+
+
+def _tell_head(role: Role, in_folder: Architecture, report: LoadReport) -> None:
+    """Which head a value model has, where it is not simply the folder's `score`."""
+    if report.is_value_head_new:
+        why = f"the head of {role.folder} is not used" if in_folder.num_labels else f"{role.folder} has no value head"
+        _log.warning("%s: %s; it starts with a new one, which is zero (new_head %s)", role.name, why, role.new_head)
+    elif report.head not in ("", "score"):
+        left = f"; left behind: {', '.join(report.ignored)}" if report.ignored else ""
+        _log.warning("%s: the head of %s is its %s%s", role.name, role.folder, report.head, left)
 
 
 @dataclass(frozen=True)

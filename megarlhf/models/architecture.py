@@ -7,12 +7,21 @@ layouts fit) is here too: it needs sizes only, neither torch nor weights.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import CheckpointError, LayoutError
+from megarlhf.models.head_styles import (
+    CLASSIFIERS,
+    OTHER_CLASSES,
+    POOLING,
+    POOLING_KEY,
+    TOKEN,
+    folder_shapes,
+    stored_head,
+)
 from megarlhf.models.model_types import MODEL_TYPES, Windows
 from megarlhf.models.rope_config import Rope, read_rope, read_window_rope, rope_problems
 
@@ -25,7 +34,8 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of one decoder-only model. `num_labels` is 0 for a language model, 1 for a reward model."""
+    """Sizes and switches of one decoder-only model. `num_labels` is 0 for a language model, 1 or more for a reward or
+    value model."""
 
     family: str
     num_layers: int
@@ -40,6 +50,10 @@ class Architecture:
     tied: bool
     rope: Rope
     num_labels: int = 0
+    head_bias: bool = False
+    """The score head has a bias."""
+    labels: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the labels where config.json gives them."""
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_spans_heads: bool = False
@@ -68,17 +82,16 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Architecture":
-        """Read FOLDER/config.json. Raises CheckpointError when it is missing, not JSON, or cannot be expressed."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face model")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise CheckpointError(f"{path}: not valid JSON: {problem}") from problem
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path}: not a JSON object; give the folder of a Hugging Face model")
-        return cls.from_hf(config, where=str(path))
+        """Read FOLDER/config.json and, from the headers of its safetensors, which head it has.
+
+        Raises CheckpointError when config.json is missing, not JSON, or cannot be expressed.
+        """
+        config = read_config(folder)
+        architecture = cls.from_hf(config, where=str(Path(folder) / "config.json"))
+        head = stored_head(folder_shapes(Path(folder)), config, str(folder))
+        if head is None:
+            return architecture
+        return replace(architecture, num_labels=architecture.num_labels or head.num_labels, head_bias=head.has_bias)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> "Architecture":
@@ -104,6 +117,8 @@ class Architecture:
             tied=bool(config.get("tie_word_embeddings", False)),
             rope=read_rope(config),
             num_labels=_num_labels(config),
+            head_bias=_class_name(config).endswith(TOKEN),
+            labels=_labels(config),
             windows=_windows(config),
             window_rope=read_window_rope(config),
             activation=config[kind.activation_field],
@@ -126,6 +141,20 @@ class Architecture:
     def rope_place(self, layer: int) -> int:
         """Which of `ropes` a layer has."""
         return 1 if self.window_rope is not None and self.window(layer) is not None else 0
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """FOLDER/config.json. Raises CheckpointError when it is missing or not a JSON object."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: not valid JSON: {problem}") from problem
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: not a JSON object; give the folder of a Hugging Face model")
+    return config
 
 
 def padded_vocab(architecture: Architecture, layout: Layout) -> int:
@@ -218,8 +247,20 @@ def _num_labels(config: dict[str, Any]) -> int:
     return config.get("num_labels") or len(config.get("id2label", {"0": "", "1": ""}))
 
 
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names in the order of the head's rows, of a classifier that gives its labels others than transformers' own."""
+    names = config.get("id2label") or {}
+    ordered = tuple(str(names.get(str(place), "")) for place in range(len(names)))
+    is_default = all(name == f"LABEL_{place}" for place, name in enumerate(ordered))
+    return () if is_default or len(ordered) != _num_labels(config) else ordered
+
+
 def _is_classifier(config: dict[str, Any]) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return _class_name(config).endswith(CLASSIFIERS)
+
+
+def _class_name(config: dict[str, Any]) -> str:
+    return next((name for name in config.get("architectures") or () if name.endswith(CLASSIFIERS)), "")
 
 
 def _windows(config: dict[str, Any]) -> Windows:
@@ -270,10 +311,11 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
 def _unsupported(config: dict[str, Any]) -> list[str]:
     names = config.get("architectures") or []
     problems = []
-    if any(not name.endswith(("ForCausalLM", "ForSequenceClassification")) for name in names):
-        problems.append(f"architectures {names}: expected a ...ForCausalLM or a ...ForSequenceClassification")
-    if _is_classifier(config) and _num_labels(config) != 1:
-        problems.append(f"num_labels {_num_labels(config)}: a reward or value model has exactly one label")
+    if any(not name.endswith(("ForCausalLM", *CLASSIFIERS)) and name not in OTHER_CLASSES for name in names):
+        problems.append(f"architectures {names}: expected a ...ForCausalLM, ...{CLASSIFIERS[0]} or ...{CLASSIFIERS[1]}")
+    pooling = config.get(POOLING_KEY, POOLING)
+    if pooling != POOLING:
+        problems.append(f"{POOLING_KEY} {pooling!r} is not supported; supported: {POOLING!r}")
     kind = MODEL_TYPES[config["model_type"]]
     problems += [f"{name} true is not supported" for name in kind.unsupported_switches if config.get(name)]
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")

@@ -12,6 +12,7 @@ from megarlhf.config.settings import Recompute
 from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.gpt import GPT
+from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.names import Cut, Head, Weight, stage_weights
 from megarlhf.models.transformer_config import transformer_config
 from megarlhf.parallel.groups import Groups
@@ -81,7 +82,7 @@ def _initialise(model: Model, seed: int) -> None:
     for chunk, weight in [(chunk, weight) for chunk, table in enumerate(tables) for weight in table]:
         parameter = model.named_parameters()[chunk, weight.local]
         if weight.cut is Cut.WHOLE:
-            is_zero = architecture.zero_centered_norms or weight.local == family.value_head.local
+            is_zero = architecture.zero_centered_norms or is_value_head(weight.hf[0])
             parameter.data.fill_(0.0 if is_zero else 1.0)
         if weight.cut is Cut.WHOLE or not weight.is_matrix:
             continue  # biases are built as zeros

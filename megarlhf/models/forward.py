@@ -77,7 +77,7 @@ def vocabulary_logprobs(
 
 
 def values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
-    """Communicates over tp with sp. The value head [M] float32 at `positions` [M] of the stream; no temperature.
+    """Communicates over tp with sp. The value head at `positions` [M]: [M] float32, [M, K] of K > 1 labels.
 
     hidden: as `packed_forward` returns it on the last stage of a value model.
     """

@@ -47,7 +47,9 @@ class GPT(GPTModel):
             finish_layer(layer, architecture, index)
         if head == "value" and is_last:
             del self.output_layer
-            self.value_head = ValueHead(architecture.hidden_size)
+            self.value_head = ValueHead(
+                architecture.hidden_size, max(1, architecture.num_labels), has_bias=architecture.head_bias
+            )
 
     def rotary(self, position_ids: Tensor) -> Tensor:
         """Angles [K, N, 1, 1, R] for positions [N], in float32, for each of the architecture's ropes."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 from megarlhf.config.layout import Layout
 from megarlhf.models.architecture import Architecture, stage_layers
+from megarlhf.models.head_styles import BIAS
 
 Head = Literal["vocabulary", "value"]
 
@@ -93,7 +94,8 @@ def stage_weights(
 
 def _last(family: Family, architecture: Architecture, is_first: bool, head: Head) -> list[Weight]:
     if head == "value":
-        return [family.final_norm, family.value_head]
+        bias = Weight("value_head.bias", (BIAS,), Cut.WHOLE, (("labels",),))
+        return [family.final_norm, family.value_head, *([bias] if architecture.head_bias else [])]
     if not architecture.tied:
         return [family.final_norm, family.output]
     copy = Weight(family.output.local, family.embedding.hf, family.output.cut, family.embedding.shapes)
@@ -108,7 +110,7 @@ def _written(weight: Weight, architecture: Architecture, index: int, layer: int)
         "kv": architecture.num_kv_groups * architecture.head_dim,
         "head": architecture.head_dim,
         "vocabulary": architecture.vocab_size,
-        "one": 1,
+        "labels": max(1, architecture.num_labels),
     }
     return Weight(
         local=weight.local.format(layer=index),

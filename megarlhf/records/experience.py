@@ -48,6 +48,7 @@ _FILLED_BY = {
     "target": "credit",
     "preference": "the corpus",
     "margin": "the corpus",
+    "attributes": "the corpus",
 }
 
 
@@ -85,6 +86,8 @@ class Experience:
     """[B, T] float32: the critic's value before the token at t+1."""
     score: Tensor | None = None
     """[B] float32: as the reward gave it, or the one that an answer was given by hand."""
+    attributes: Tensor | None = None
+    """[B, K] float32: several scores that an answer was given by hand; NaN where one is missing."""
     preference: Tensor | None = None
     """[B] float32: larger is better within the group: 1 chosen and 0 rejected; minus the rank of K answers; of answers
     judged alone, 1 desirable and 0 not."""
@@ -195,7 +198,7 @@ def _check_tensors(experience: Experience) -> None:
         if name in _TEXTS:
             assert len(value) == num_rows, f"{name}: {len(value)} entries for {num_rows} rows"
             continue
-        expected = _expected_shape(name, num_rows, width)
+        expected = (num_rows, *value.shape[1:2]) if name == "attributes" else _expected_shape(name, num_rows, width)
         dtype = _DTYPES.get(name, torch.float32)
         assert tuple(value.shape) == expected, f"{name}: shape {list(value.shape)} instead of {list(expected)}"
         assert value.dtype == dtype, f"{name}: {value.dtype} instead of {dtype}"

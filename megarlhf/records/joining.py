@@ -27,14 +27,16 @@ def join(parts: Sequence[Experience]) -> Experience:
         if item.name == "group" or all(value is None for value in values):
             continue
         assert not any(value is None for value in values), f"{item.name} is filled in some parts only"
-        joined[item.name] = _stacked(values, width if item.name == "tokens" else width - 1)
+        is_padded = isinstance(values[0], Tensor) and values[0].dim() == 2 and item.name != "attributes"
+        columns = (width if item.name == "tokens" else width - 1) if is_padded else None
+        joined[item.name] = _stacked(values, columns)
     return Experience(**joined)
 
 
-def _stacked(values: list[Any], columns: int) -> Any:
-    """Texts, [B] values, or [B, S] and [B, T] ones padded to `columns`."""
+def _stacked(values: list[Any], columns: int | None) -> Any:
+    """Texts, values of rows, or [B, S] and [B, T] ones padded to `columns`."""
     if not isinstance(values[0], Tensor):
         return tuple(entry for value in values for entry in value)
-    if values[0].dim() == 1:
+    if columns is None:
         return torch.cat(values)
     return torch.cat([torch.nn.functional.pad(value, (0, columns - value.shape[1])) for value in values])

@@ -19,7 +19,7 @@ _SOURCES = {
     "advantage": "advantage",
     "target": "target",
 }
-_ROW_FIELDS = ("preference", "margin", "score", "finished")
+_ROW_FIELDS = ("preference", "margin", "score", "attributes", "finished")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class TokenBatch:
     """[R] float32: by how much the row should win."""
     score: Tensor | None = None
     """[R] float32: the reward's score, or the one that an answer was given by hand."""
+    attributes: Tensor | None = None
+    """[R, K] float32: several scores that an answer was given by hand; NaN where one is missing."""
     finished: Tensor | None = None
     """[R] bool: the response ended with a stop token."""
 
@@ -57,7 +59,7 @@ class TokenBatch:
         sizes = dict.fromkeys(_SOURCES, self.num_tokens) | dict.fromkeys(("group", *_ROW_FIELDS), self.num_rows)
         for name, size in sizes.items():
             value = self.__dict__[name]
-            fits = value is None or value.shape == (size,)
+            fits = value is None or (value.shape[:1] if name == "attributes" else value.shape) == (size,)
             assert fits, f"{name}: shape {list(value.shape)} instead of [{size}]"
 
     @classmethod
@@ -85,7 +87,7 @@ class Prediction:
     """What the model in training says about N valid tokens; it carries the gradient."""
 
     value: Tensor
-    """[N] float32: log-probs in nats (vocabulary head) or values (value head)."""
+    """[N] float32: log-probs in nats (vocabulary head) or values (value head; [N, K] of K > 1 labels)."""
     entropy: Tensor | None = None
     """[N] float32, nats: of the distribution that the token was drawn from; only where the algorithm asks for it."""
 

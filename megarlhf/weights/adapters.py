@@ -17,6 +17,7 @@ from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
+from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.lora import adapted, adapter_parameters, base_parameters
 from megarlhf.models.names import Head, Weight, stage_weights
 from megarlhf.parallel.grid import Coordinates, Grid
@@ -45,9 +46,9 @@ def adapter_map(
                 stem = weight.local.removesuffix("weight") + "adapter."
                 held[chunk, stem + "a"] = _a(weight, tensor, lora)
                 held[chunk, stem + "b"] = _b(weight, tensor, lora)
-            elif weight.local == family.value_head.local:
+            elif is_value_head(weight.hf[0]):
                 (piece,) = tensor.pieces
-                name = _peft_name(piece.hf_name, "")
+                name = f"base_model.model.{piece.hf_name}"
                 held[chunk, weight.local] = LocalTensor(tensor.shape, (Piece(name, piece.source, piece.target),))
     return held
 
@@ -86,8 +87,8 @@ def adapter_shapes(architecture: Architecture, head: Head, lora: LoRA) -> dict[s
             if name in wanted:
                 shapes[_peft_name(name, "lora_A.")] = (lora.rank, *columns)
                 shapes[_peft_name(name, "lora_B.")] = (rows, lora.rank)
-            elif weight.local == family.value_head.local:
-                shapes[_peft_name(name, "")] = (rows, *columns)
+            elif is_value_head(name):
+                shapes[f"base_model.model.{name}"] = (rows, *columns)
     return shapes
 
 

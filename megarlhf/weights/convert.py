@@ -17,7 +17,7 @@ import torch
 from megarlhf.config.layout import Layout
 from megarlhf.errors import CheckpointError, LayoutError
 from megarlhf.models.architecture import Architecture, require_layout
-from megarlhf.models.families import FAMILIES
+from megarlhf.models.head_styles import is_value_head
 from megarlhf.weights.boxes import Box, num_elements, slices, whole
 from megarlhf.weights.folder import INDEX_NAME, SafetensorsFolder
 from megarlhf.weights.hf_config import copy_companions, exported_config
@@ -193,14 +193,14 @@ def _write_shard(job: _ShardJob) -> None:
 
 def _dtype(source: Source, name: str, dtype: torch.dtype | None) -> torch.dtype:
     """A value head is float32 or what it was, whatever the model becomes."""
-    is_head = name == FAMILIES[source.architecture.family].value_head.hf[0]
-    return source.tensors.dtype(name) if dtype is None or is_head else dtype
+    return source.tensors.dtype(name) if dtype is None or is_value_head(name) else dtype
 
 
 def _write_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
     main = _dtype(source, next(iter(source.shapes)), dtype)
     name = str(main).removeprefix("torch.")
-    _write_json(folder / "config.json", exported_config(source.config_folder, source.architecture, source.head, name))
+    config = exported_config(source.config_folder, source.architecture, source.head, name, source.score_entries())
+    _write_json(folder / "config.json", config)
     copy_companions(source.config_folder, folder)
 
 

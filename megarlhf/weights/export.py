@@ -6,13 +6,15 @@ The folder appears under its name only when whole: it is written beside it, open
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from megarlhf.config.settings import Precision
 from megarlhf.errors import CheckpointError
 from megarlhf.models.build import Model
-from megarlhf.models.families import FAMILIES
+from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.lora import merged_parameters
 from megarlhf.weights.boxes import num_elements, whole
 from megarlhf.weights.exchange import DTYPES
@@ -34,14 +36,17 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     replace: bool = False,
+    entries: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write `model` as a Hugging Face folder (collective over the model's world); bit-exact, in the model's dtype.
 
     `tensors` are what to write, by the keys of the model's own parameters and shaped like them (an average of the
     weights, say); by default the model's weights, with LoRA's adapters merged in.
     Tokenizer, generation settings and chat template are copied byte for byte from `source_folder`, whose config.json is
-    kept but for what changed. A value model becomes a ...ForSequenceClassification with one label. Raises
-    CheckpointError on all ranks when `path` is there already (unless `replace`), or cannot be written.
+    kept but for what changed: what it said about scores goes, `entries` come in (see `models/score_config.py`). A value
+    model becomes a ...ForSequenceClassification, or, if its head has a bias, a ...ForTokenClassification, as
+    transformers' other class has none. Raises CheckpointError on all ranks when `path` is there already (unless
+    `replace`), or cannot be written.
     """
     path, source, group, sizes = Path(path), Path(source_folder), model.groups.world, _sizes(model)
     tensors = merged_parameters(model) if tensors is None else tensors
@@ -54,7 +59,7 @@ def export_model(
         wanted = {name: shapes[name] for name in names}
         gathered = gather(wanted, held, tensors, lambda name: _dtype(model, name), group, device, bucket_bytes)
         on_writer(lambda: save_tensors(gathered, partial_of(path) / file), group)  # noqa: B023
-    on_writer(lambda: _finish(model, files, source, path), group)
+    on_writer(lambda: _finish(model, files, source, path, entries), group)
 
 
 def _start(path: Path, source: Path, num_bytes: int, replace: bool) -> None:
@@ -71,18 +76,17 @@ def _sizes(model: Model) -> dict[str, int]:
 
 def _dtype(model: Model, hf_name: str) -> Precision:
     """A value head is float32 whatever the model is."""
-    is_head = hf_name == FAMILIES[model.architecture.family].value_head.hf[0]
-    return "float32" if is_head or model.dtype == torch.float32 else "bfloat16"
+    return "float32" if is_value_head(hf_name) or model.dtype == torch.float32 else "bfloat16"
 
 
-def _finish(model: Model, files: dict[str, list[str]], source: Path, path: Path) -> None:
+def _finish(model: Model, files: dict[str, list[str]], source: Path, path: Path, entries: Mapping[str, Any]) -> None:
     sizes, partial = _sizes(model), partial_of(path)
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtype = str(model.dtype).removeprefix("torch.")
-    config = exported_config(source, model.architecture, model.head, dtype)
+    config = exported_config(source, model.architecture, model.head, dtype, entries)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     copy_companions(source, partial)
     _check(model, SafetensorsFolder(partial))

@@ -4,6 +4,8 @@ Opening reads headers only. A slice is copied out of the file mapping, so only w
 """
 
 import json
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ class SafetensorsFolder:
         _require_files(self.path, names, listed)
         self._files = {name: _open(self.path / name) for name in names}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        self._stored_as: dict[str, str] = {}
         if listed is not None:
             _require_agreement(index, listed, {name: set(file.keys()) for name, file in self._files.items()})
 
@@ -41,6 +44,14 @@ class SafetensorsFolder:
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
         return tuple(sorted(self._file_of))
+
+    def renamed(self, names: Mapping[str, str]) -> "SafetensorsFolder":
+        """The same folder with some tensors under other names: {new name: name in the files}."""
+        other = copy(self)
+        other._stored_as = {new: stored for new, stored in names.items() if new != stored}
+        back = {stored: new for new, stored in other._stored_as.items()}
+        other._file_of = {back.get(name, name): file for name, file in self._file_of.items()}
+        return other
 
     def file_of(self, name: str) -> str:
         """Name of the file that holds a tensor."""
@@ -65,7 +76,7 @@ class SafetensorsFolder:
         return self._slice(name)[slices(box)]
 
     def _slice(self, name: str):
-        return self._files[self._file_of[name]].get_slice(name)
+        return self._files[self._file_of[name]].get_slice(self._stored_as.get(name, name))
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -2,24 +2,29 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarlhf.models.architecture import Architecture
+from megarlhf.models.head_styles import POOLING, POOLING_KEY, SEQUENCE, TOKEN
 from megarlhf.models.model_types import MODEL_TYPES
 from megarlhf.models.names import Head
+from megarlhf.models.score_config import label_names, without_score_entries
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model",
     "generation_config.json", "chat_template*", "additional_chat_templates", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Copied byte for byte when the source folder has them."""
-_ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def exported_config(source: Path, architecture: Architecture, head: Head, dtype: str) -> dict[str, Any]:
+def exported_config(
+    source: Path, architecture: Architecture, head: Head, dtype: str, entries: Mapping[str, Any]
+) -> dict[str, Any]:
     """config.json of an export: the source's, with rope, dtype and head in both spellings that readers look for.
 
+    `entries` are what is known about a value model's scores (`models/score_config.py`); the source's are not kept.
     transformers 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 `rope_parameters` and `dtype`;
     a reader that finds the other's spelling only falls back to defaults without a word.
     """
@@ -28,12 +33,21 @@ def exported_config(source: Path, architecture: Architecture, head: Head, dtype:
     config |= {"torch_dtype": dtype, "dtype": dtype, "head_dim": architecture.head_dim}
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
     labels = ("num_labels", "id2label", "label2id")
-    config = {key: value for key, value in config.items() if key not in labels}
+    config = {key: value for key, value in without_score_entries(config).items() if key not in labels}
     prefix = MODEL_TYPES[architecture.family].class_prefix
     if head == "vocabulary":
         return config | {"architectures": [f"{prefix}ForCausalLM"]}
-    classifier = {"architectures": [f"{prefix}ForSequenceClassification"], "pad_token_id": _pad(source, config)}
-    return config | _ONE_LABEL | classifier
+    kind = TOKEN if architecture.head_bias else SEQUENCE
+    classifier = {"architectures": [f"{prefix}{kind}"], "pad_token_id": _pad(source, config), POOLING_KEY: POOLING}
+    return config | _labels(architecture) | classifier | dict(entries)
+
+
+def _labels(architecture: Architecture) -> dict[str, Any]:
+    names = label_names(architecture)
+    told = {"id2label": {str(place): name for place, name in enumerate(names)}, "num_labels": len(names)}
+    # transformers takes one label for a regression by itself, several only when told.
+    kind = {"problem_type": "regression"} if len(names) > 1 else {}
+    return told | {"label2id": {name: place for place, name in enumerate(names)}} | kind
 
 
 def _rope_fields(architecture: Architecture) -> dict[str, Any]:

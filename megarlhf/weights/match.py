@@ -1,24 +1,44 @@
 """A folder's tensors against what a model needs: nothing missing, nothing left over, every shape as its config says."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.families import FAMILIES
+from megarlhf.models.head_styles import HEAD_NAMES, StoredHead, stored_head
 from megarlhf.models.names import Head
 from megarlhf.weights.boxes import LocalTensor
 from megarlhf.weights.folder import SafetensorsFolder
 
 
-def left_over(folder: SafetensorsFolder, architecture: Architecture, wanted: dict, new: set[str]) -> set[str]:
-    """Allowed left-overs: derived buffers, a second copy of tied embeddings, the head that a new one replaces."""
+def with_head_named(
+    folder: SafetensorsFolder, config: Mapping[str, Any]
+) -> tuple[SafetensorsFolder, StoredHead | None]:
+    """The folder with its score head under the names that it goes by here, and what head that is.
+
+    `config` is its config.json, which may name the head. Raises CheckpointError when it holds several.
+    """
+    shapes = {name: folder.shape(name) for name in folder.names if "layers." not in name}
+    head = stored_head(shapes, config, str(folder.path))
+    return (folder.renamed(head.aliases) if head else folder), head
+
+
+def left_over(
+    folder: SafetensorsFolder, architecture: Architecture, wanted: dict, new: set[str], head: StoredHead | None
+) -> set[str]:
+    """Allowed left-overs: derived buffers, a second copy of tied embeddings, heads that another one replaces.
+
+    `head` is the one in the folder, `new` the names of a head that does not come from it.
+    """
     family = FAMILIES[architecture.family]
     others = set(folder.names) - set(wanted)
     derived = {name for name in others if name.endswith(family.ignored_suffixes)}
-    output = {family.output.hf[0]} & others if architecture.tied or new else set()
-    return derived | output
+    is_beside = head is not None and head.is_beside_a_language_model
+    output = {family.output.hf[0]} & others if architecture.tied or new or is_beside else set()
+    return derived | output | (set(HEAD_NAMES) & set(folder.names) if new else set())
 
 
 def require_match(folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]], ignored: set[str], head: Head) -> None:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Precision
 from megarlhf.models.architecture import Architecture
-from megarlhf.models.families import FAMILIES
+from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.names import Head
 from megarlhf.parallel.grid import Grid
 from megarlhf.weights.boxes import Box, Piece, intersect, joined_rows, move, num_elements, shape_of, split, whole
@@ -36,10 +36,9 @@ def reshard_plan(
 
     The value head is always sent in float32. Raises LayoutError when a layout does not divide the world.
     """
-    value_head = FAMILIES[architecture.family].value_head.hf[0]
     held = holdings(architecture, source, world_size, head)
     wanted = holdings(architecture, target, world_size, head)
-    return plan_transfers(held, wanted, lambda hf_name: "float32" if hf_name == value_head else dtype, bucket_bytes)
+    return plan_transfers(held, wanted, lambda hf_name: "float32" if is_value_head(hf_name) else dtype, bucket_bytes)
 
 
 def holdings(architecture: Architecture, layout: Layout, world_size: int, head: Head) -> tuple[Holding, ...]:

@@ -10,7 +10,7 @@ from megarlhf.config.algorithms import DPO, KTO, RewardModelling
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.layout import Layout
 from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
-from megarlhf.config.settings import CorpusRun, Optimizer, Trainee
+from megarlhf.config.settings import CorpusRun, Optimizer, RewardTrainee, Trainee
 from tests.distributed.pool import run_on_ranks
 from tests.learning.toy import (
     ANSWER_TOKENS,
@@ -30,9 +30,9 @@ def actor(tmp_path_factory) -> Path:
     return write_actor(tmp_path_factory.mktemp("offline") / "actor")
 
 
-def trainee(actor: Path, layout: Layout, learning_rate: float) -> Trainee:
+def trainee(actor: Path, layout: Layout, learning_rate: float, kind: type = Trainee) -> Trainee:
     optimizer = Optimizer(learning_rate=learning_rate, schedule="linear")
-    return Trainee(model=str(actor), train=layout, optimizer=optimizer, micro_batch_tokens=512)
+    return kind(model=str(actor), train=layout, optimizer=optimizer, micro_batch_tokens=512)
 
 
 def place(folder: Path) -> CorpusRun:
@@ -81,7 +81,7 @@ def reward_run(
     actor: Path, root: Path, layout: Layout, rows: list[dict], algorithm: RewardModelling, epochs: int = 2
 ) -> RewardModelRun:
     return RewardModelRun(
-        reward=trainee(actor, layout, 1e-2),
+        reward=trainee(actor, layout, 1e-2, RewardTrainee),
         algorithm=algorithm,
         data=Corpus(write_rows(root / "corpus.jsonl", rows), batch_size=16, epochs=epochs, max_tokens=16),
         run=place(root / "run"),

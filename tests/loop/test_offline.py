@@ -12,7 +12,7 @@ from megarlhf.algorithms.catalogue import ALGORITHMS
 from megarlhf.config.algorithms import DPO, KTO, RewardModelling
 from megarlhf.config.corpus import Corpus, Negatives
 from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
-from megarlhf.config.settings import CorpusRun, Reference, Trainee
+from megarlhf.config.settings import CorpusRun, Reference, RewardTrainee, Trainee
 from megarlhf.data import corpus
 from megarlhf.loop.offline import build_offline, reading
 from megarlhf.telemetry.report import Reporter
@@ -92,7 +92,7 @@ def test_kto_measures_its_reference_point_on_mismatched_answers(root):
 
 
 def test_a_new_head_knows_nothing_and_is_trained_with_the_model(root):
-    settings = RewardModelRun(reward=model(root), **of(root, "pairs"))
+    settings = RewardModelRun(reward=RewardTrainee(model=str(root / "model")), **of(root, "pairs"))
     train(0, 1, "rm", replace(settings, run=CorpusRun(dir=str(root / "rm"), save_every=6, tensorboard=False)))
     rows = metrics(root / "rm")
     assert rows[0]["loss/reward_avg"] == pytest.approx(0.693147, abs=1e-5) and rows[0]["rewards/accuracy"] == 0.5
@@ -100,13 +100,15 @@ def test_a_new_head_knows_nothing_and_is_trained_with_the_model(root):
     assert (root / "rm/checkpoints/step_6/reward/model.safetensors").exists()
     config = json.loads((root / "rm/hf/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
-    again = built(RewardModelRun(reward=Trainee(model=str(root / "rm/hf")), **of(root, "pairs")), "rm")
+    again = built(RewardModelRun(reward=RewardTrainee(model=str(root / "rm/hf")), **of(root, "pairs")), "rm")
     head = next(v for (_, name), v in again.learners["reward"].model.named_parameters().items() if v.shape == (1, 32))
     assert head.abs().max() > 0, "a trained head is kept"
 
 
 def test_spoilt_answers_take_the_place_of_the_rejected(root):
-    settings = RewardModelRun(reward=model(root), negatives=Negatives(share=1.0), **of(root, "pairs"))
+    settings = RewardModelRun(
+        reward=RewardTrainee(model=str(root / "model")), negatives=Negatives(share=1.0), **of(root, "pairs")
+    )
     batch = built(settings, "rm").next_batch(0)
     assert all(text in ("(shuffled)", "(truncated)", "(repeated)") for text in batch.responses[1::2])
     assert batch.preference.tolist() == [1.0, 0.0] * 4

@@ -40,7 +40,7 @@ CASES = {
     "a language model as reward model": (
         lambda root: {"reward": Reward(model=f"{root}/actor")},
         "reward.model",
-        "SequenceClassification model with one label",
+        "give a SequenceClassification model",
     ),
     "a reward model as actor": (
         lambda root: {"actor": Actor(model=f"{root}/reward")},

@@ -52,8 +52,8 @@ def test_absent_fields_take_the_defaults_of_transformers(version):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
-        ({"num_labels": 3}, "num_labels 3"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "architectures"),
+        ({"num_labels": 1, "megarlhf_pooling": "mean"}, "megarlhf_pooling 'mean'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -105,12 +105,16 @@ def test_a_language_model_is_no_reward_model_unless_a_new_value_head_is_asked_fo
     assert (model.named_parameters()[0, "value_head.weight"] == 0).all()
 
 
-def test_a_reward_models_head_is_kept_where_a_new_one_is_allowed(tmp_path, groups):
+def test_a_reward_models_head_is_kept_unless_a_new_one_is_asked_for(tmp_path, groups):
     folder = tiny.write_llama(tmp_path, num_labels=1)
     model = empty_model(folder, groups, head="value")
-    assert not load_weights(model, folder, new_value_head=True).is_value_head_new
+    report = load_weights(model, folder)
+    assert report.head == "score" and not report.is_value_head_new
     score = load_file(folder / "model.safetensors")["score.weight"]
     assert torch.equal(model.named_parameters()[0, "value_head.weight"], score)
+    report = load_weights(model, folder, new_value_head=True)
+    assert report.is_value_head_new and report.ignored == ("score.weight",)
+    assert (model.named_parameters()[0, "value_head.weight"] == 0).all()
 
 
 def test_a_reward_model_is_no_language_model(tmp_path, groups):

@@ -1,6 +1,7 @@
 """Llama: every weight of the model, by its local name and its Hugging Face names.
 
-Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), head, vocabulary, one.
+Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), head, vocabulary,
+labels.
 """
 
 from megarlhf.models.names import Cut, Family, Weight
@@ -39,6 +40,6 @@ LLAMA = Family(
     ),
     final_norm=Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Cut.WHOLE, (("hidden",),)),
     output=Weight("output_layer.weight", ("lm_head.weight",), Cut.VOCABULARY, (("vocabulary", "hidden"),)),
-    value_head=Weight("value_head.weight", ("score.weight",), Cut.WHOLE, (("one", "hidden"),)),
+    value_head=Weight("value_head.weight", ("score.weight",), Cut.WHOLE, (("labels", "hidden"),)),
     ignored_suffixes=("rotary_emb.inv_freq",),
 )
