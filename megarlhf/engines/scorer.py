@@ -3,8 +3,8 @@
 Each data-parallel rank scores its share of the rows; results travel to every rank and land in input order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -84,6 +84,15 @@ class OtherWeights(Protocol):
         ...
 
 
+@contextmanager
+def holding(model: Model, weights: OtherWeights) -> Iterator[None]:
+    """Inside the block `model` holds the other weights, afterwards its own again; its linears are told both times."""
+    with weights.swapped_in(model.named_parameters()):
+        model.weights_changed()
+        yield
+    model.weights_changed()
+
+
 @dataclass(frozen=True)
 class AdapterFreeScorer:
     """Log-probs under the reference of a model with adapters: the same model with them switched off."""
@@ -105,7 +114,7 @@ class ReferenceScorer:
 
     def annotate(self, experience: Experience) -> Experience:
         """Fills `logp_reference` [B, T]. Collective over the world."""
-        with self.weights.swapped_in(self.scorer.model.named_parameters()):
+        with holding(self.scorer.model, self.weights):
             return self.scorer.annotate(experience)
 
 
@@ -165,7 +174,7 @@ class ExchangedRewardModelScorer:
 
     def raw_scores(self, experience: Experience) -> torch.Tensor:
         """[B, K] float32, as the head gives them. Collective over the world."""
-        with self.weights.swapped_in(self.scorer.model.named_parameters()):
+        with holding(self.scorer.model, self.weights):
             return self.scorer.raw_scores(experience)
 
     def scores(self, experience: Experience) -> torch.Tensor:

@@ -36,6 +36,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
             found += _score_violations(settings.reward, models["reward"])
         found += _online_length_violations(settings, models)
         found += _reward_violations(settings)
+        found += [line for role in cast.values() for line in _scaling_violations(role)]
         found += _missing_file("data.prompts", settings.data.prompts, "a JSONL file of prompts")
     else:
         found += _offline_length_violations(settings, models)
@@ -74,6 +75,16 @@ def _score_violations(settings: Reward, architecture: Architecture) -> list[str]
     rule = partial(score_rule, settings.model, settings.attribute_weights, normalise=settings.normalise)
     attempt(rule, found, "reward.model")
     return found
+
+
+def _scaling_violations(role: Role) -> list[str]:
+    if role.fp8.recipe != "delayed" or role.fp8.force_delayed:
+        return []
+    setting = "actor.generate_fp8" if role.name == "generator" else f"{role.name}.fp8"
+    return [
+        f"{setting}.recipe: delayed scaling takes its scales from earlier passes, which scoring and sampling disturb; "
+        f"choose blockwise, or set {setting}.force_delayed to true"
+    ]
 
 
 def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:

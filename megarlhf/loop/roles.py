@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
+from megarlhf.config.precision import FP8
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
 from megarlhf.config.settings import Critic, NewHead, Precision, Recompute, Trainee
 from megarlhf.errors import MegarlhfError
@@ -38,6 +39,8 @@ class Role:
     labels: tuple[str, ...] = ()
     """Names of a new head's rows; none: one row."""
     is_trained: bool = False
+    fp8: FP8 = FP8()
+    """Emulated in its linears."""
 
     def has_new_head(self, architecture: Architecture) -> bool:
         """Whether the model starts with a head of its own rather than the one of its folder (`architecture`)."""
@@ -72,7 +75,10 @@ def roles(settings: AnyRun) -> dict[str, Role]:
 def _online(settings: OnlineRun) -> list[Role]:
     actor, reward = settings.actor, settings.reward
     judge = actor.train
-    found = [Role("generator", actor.model, actor.generate, "vocabulary", actor.dtype, "actor.generate")]
+    sampled_in = actor.fp8 if actor.generate_fp8 is None else actor.generate_fp8
+    found = [
+        Role("generator", actor.model, actor.generate, "vocabulary", actor.dtype, "actor.generate", fp8=sampled_in)
+    ]
     if isinstance(settings, PPORun):
         critic = settings.critic
         judge = critic.train or actor.train
@@ -80,7 +86,7 @@ def _online(settings: OnlineRun) -> list[Role]:
         found.append(replace(trained, new_head=critic.new_head))
     if reward.model:
         layout = reward.train or judge
-        found.append(Role("reward", reward.model, layout, "value", reward.dtype, "reward.train"))
+        found.append(Role("reward", reward.model, layout, "value", reward.dtype, "reward.train", fp8=reward.fp8))
     return found
 
 
@@ -97,6 +103,7 @@ def _trained(name: str, folder: str, layout: Layout, head: Head, section: Traine
         dropout,
         section.recompute,
         is_trained=True,
+        fp8=section.fp8,
     )
 
 

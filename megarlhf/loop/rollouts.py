@@ -74,6 +74,7 @@ class Rollouts:
         Sampling goes through here, so stale weights cannot be sampled from, whatever else is switched on or off.
         """
         if self.resharder is None:
+            self.generator.model.weights_changed()  # they are the actor's, under the generator's linears
             return
         if self._version == self.actor.num_updates and self.residency.is_here(_GENERATOR):
             return

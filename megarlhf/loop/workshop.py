@@ -52,6 +52,7 @@ class Workshop:
             seed=None,
             dropout=role.dropout,
             recompute=role.recompute,
+            fp8=role.fp8,
         )
         if role.dropout:
             seed_dropout(groups, self.seed)

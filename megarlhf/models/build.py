@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megarlhf.config.layout import Layout
+from megarlhf.config.precision import FP8, NO_FP8
 from megarlhf.config.settings import Recompute
 from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.gpt import GPT
 from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.names import Cut, Head, Weight, stage_weights
+from megarlhf.models.precision.linear import emulate, forget_weights
 from megarlhf.models.transformer_config import transformer_config
 from megarlhf.parallel.groups import Groups
 
@@ -38,6 +40,10 @@ class Model:
         """Precision of the weights (a value head is float32 whatever this says)."""
         return self.config.params_dtype
 
+    def weights_changed(self) -> None:
+        """To be called after every change of weights: FP8 linears forget the quantised copies that they keep."""
+        forget_weights(self.chunks)
+
     def output_weight(self) -> Tensor:
         """[padded V/tp, H]: the vocabulary head's rows of this rank; on the last stage of a language model."""
         assert self.head == "vocabulary" and self.groups.is_last_stage, "this rank holds no vocabulary head"
@@ -55,19 +61,23 @@ def build_model(
     seed: int | None = 0,
     dropout: float = 0.0,
     recompute: Recompute = "none",
+    fp8: FP8 = NO_FP8,
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
     Weights are random (normal with the config's initializer_range; norms 1, or 0 where a norm adds 1; biases and value
     head 0), drawn from `seed` and the tensor rank; with `seed` None they stay zero, for a model whose weights are about
     to be loaded. `dropout` acts on attention weights and residual branches while training; so does `recompute`, on what
-    is kept for the backward pass.
+    is kept for the backward pass. `fp8` is emulated in the layers' linears.
     Raises LayoutError when the layout does not fit the architecture.
     """
     require_layout(architecture, groups.layout, "layout")
     config = transformer_config(architecture, groups.layout, dtype, dropout, recompute)
     chunks = [GPT(config, architecture, groups, head, index) for index in range(groups.layout.vp)]
     model = Model(architecture, groups, head, chunks, config)
+    if fp8.is_on:
+        for chunk in model.chunks:
+            emulate(chunk.decoder, fp8, architecture.num_layers)
     if seed is not None:
         _initialise(model, seed)
     return model

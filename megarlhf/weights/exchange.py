@@ -69,6 +69,7 @@ class Resharder:
         start = time.perf_counter()
         tensors = merged_parameters(self.source) if tensors is None else tensors
         exchange(self.plan, tensors, self.target.named_parameters(), self.group, self.device)
+        self.target.weights_changed()
         if is_checked:
             require_equal_weights(self.source, self.target, self.group, tensors=tensors)
         return replace(self.planned, duration_s=time.perf_counter() - start)

@@ -69,6 +69,7 @@ def _load(model: Model, folder: SafetensorsFolder, new_value_head: bool) -> Load
     assert_same_parameters(held, parameters)
     require_tied_copy(folder, model.architecture, ignored, held.values())
     bytes_read = sum(_fill(parameters[key], tensor, folder, new) for key, tensor in held.items())
+    model.weights_changed()
     prefix = stored.prefix if stored and not new else ""
     return LoadReport(len(wanted), bytes_read, tuple(sorted(ignored)), bool(new), prefix)
 

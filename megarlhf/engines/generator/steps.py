@@ -19,6 +19,7 @@ from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import Scoring
 from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
+from megarlhf.models.precision.linear import states
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -109,7 +110,8 @@ def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """The layer is made of megatron-core's local modules, its feed-forward is gated; only `linear_qkv` has a bias."""
+    """The layer is made of megatron-core's local modules, its feed-forward is gated; only `linear_qkv` has a bias, and
+    no product is emulated."""
     attention, mlp = layer.self_attention, layer.mlp
     return (
         type(mlp) is MLP
@@ -117,6 +119,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
         and type(attention.linear_proj) is type(mlp.linear_fc2) is RowParallelLinear
         and mlp.config.gated_linear_unit
         and not mlp.config.add_bias_linear
+        and not any(states(layer))
     )
 
 
