@@ -159,7 +159,8 @@ def delayed_scales(rank: int, world_size: int, folder: str) -> list[float]:
     model = build(folder, FP8("delayed"), Layout(), world_size)
     learner = Learner(model, Optimizer(), total_updates=2, max_tokens=16)
     learner.update([ppo_part(frozen_batch(), "vocabulary")])
-    return [state.histories.gradient.scale for state in states(model.chunks[0])]
+    found = [state.histories for state in states(model.chunks[0])]
+    return [history.scale for one in found for history in (one.input, one.weight)]
 
 
 def test_delayed_scales_are_the_same_on_all_ranks(folders):
