@@ -1,22 +1,34 @@
 """What all commands share: their arguments, and errors that become one message and an exit code.
 
-Exit codes: 0 done, 1 failed (or `compare` found a difference), 2 bad input.
+Exit codes: 0 done, 1 failed (or `compare` found a difference), 2 bad input, 130 interrupted. A module here imports
+torch only once it is needed, so that `--help` is quick and workers start early.
 """
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
-
-import torch
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import MegarlhfError
 from megarlhf.telemetry.status import DONE as DONE
 from megarlhf.telemetry.status import FAILED, exit_code
 
+if TYPE_CHECKING:
+    import torch
+
+INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_PRELOADED = "megarlhf.weights.convert"
+_SMALL_BYTES = 2**29
+"""A smaller model is written before other processes have started."""
+_MAX_WORKERS = 4
+"""By default: a disk is not faster for more."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -37,8 +49,29 @@ def add_conversion(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("source", metavar="SRC", help="folder to read")
     arguments.add_argument("target", metavar="DST", help="folder to write; must not be there yet")
     add_config(arguments)
-    arguments.add_argument("--workers", type=positive, default=1, help="threads, one tensor in memory each")
+    arguments.add_argument(
+        "--workers", type=positive, help="processes (by default one a processor, at most 4; 1 for a small model)"
+    )
     arguments.add_argument("--dtype", choices=DTYPES, help="cast weights (by default they stay as they are)")
+
+
+def start_workers(arguments: argparse.Namespace) -> int:
+    """How many processes are to write. What they load is loaded from now on, while this process does the same."""
+    source = Path(arguments.source)
+    num_bytes = sum(file.stat().st_size for file in source.iterdir() if file.is_file()) if source.is_dir() else 0
+    usual = 1 if num_bytes < _SMALL_BYTES else min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    workers = arguments.workers or usual
+    if workers > 1:
+        forkserver.set_forkserver_preload([_PRELOADED])
+        forkserver.ensure_running()
+    return workers
+
+
+def dtype_of(name: str | None) -> "torch.dtype | None":
+    """The type that --dtype names."""
+    import torch
+
+    return None if name is None else getattr(torch, DTYPES[name])
 
 
 def add_config(arguments: argparse.ArgumentParser, flag: str = "--config") -> None:
@@ -66,6 +99,9 @@ def guarded(main: Callable[[Sequence[str] | None], int], words: Sequence[str] | 
     """The exit code of a command; its errors go to standard error, a line each."""
     try:
         return main(words)
+    except KeyboardInterrupt:
+        print("interrupted; the same command again goes on from here", file=sys.stderr)
+        return INTERRUPTED
     except MegarlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)

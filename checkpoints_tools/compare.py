@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from checkpoints_tools import command
-from megarlhf.weights.report import compare
-from megarlhf.weights.source import open_source
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,6 +19,9 @@ def main(words: Sequence[str] | None = None) -> int:
     command.add_config(parser, "--config-b")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given = parser.parse_args(words)
+    from megarlhf.weights.report import compare
+    from megarlhf.weights.source import open_source
+
     first, second = open_source(given.first, given.config_a), open_source(given.second, given.config_b)
     found = compare(first, second)
     if given.json:

@@ -3,10 +3,10 @@
 python -m checkpoints_tools.hf_to_megatron SRC DST --tp 4 --pp 2 --workers 2
 """
 
+import sys
 from collections.abc import Sequence
 
 from checkpoints_tools import command
-from megarlhf.weights.convert import write_megatron
 
 
 def main(words: Sequence[str] | None = None, description: str = __doc__) -> int:
@@ -15,13 +15,18 @@ def main(words: Sequence[str] | None = None, description: str = __doc__) -> int:
     command.add_conversion(parser)
     command.add_layout(parser)
     given = parser.parse_args(words)
+    workers = command.start_workers(given)
+    from megarlhf.telemetry.progress import ByteProgress
+    from megarlhf.weights.convert import write_megatron
+
     write_megatron(
         given.source,
         given.target,
         command.layout(given),
         config=given.config,
-        workers=given.workers,
-        dtype=command.DTYPES.get(given.dtype),
+        workers=workers,
+        dtype=command.dtype_of(given.dtype),
+        progress=ByteProgress(sys.stderr),
     )
     print(f"{given.target}: a torch_dist checkpoint, in blocks for tp {given.tp}, pp {given.pp} (any layout loads it)")
     return command.DONE

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 
 from checkpoints_tools import command
-from megarlhf.weights.report import inspect_folder
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -18,6 +17,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fingerprint", action="store_true", help="hash every tensor (reads everything)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given = parser.parse_args(words)
+    from megarlhf.weights.report import inspect_folder
+
     report = inspect_folder(given.folder, given.config, with_fingerprint=given.fingerprint)
     if given.json:
         print(json.dumps(report.as_dict(), indent=1))

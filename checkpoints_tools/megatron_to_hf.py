@@ -3,28 +3,31 @@
 python -m checkpoints_tools.megatron_to_hf SRC DST --workers 2
 """
 
+import sys
 from collections.abc import Sequence
 
 from checkpoints_tools import command
-from megarlhf.weights.convert import write_hugging_face
-from megarlhf.weights.safetensors_file import MAX_SHARD_BYTES
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Convert, and say where it is."""
     parser = command.parser(__doc__)
     command.add_conversion(parser)
-    parser.add_argument(
-        "--max-shard-bytes", type=command.positive, default=MAX_SHARD_BYTES, help="size of a safetensors file"
-    )
+    size = "bytes of a safetensors file (5 GiB by default)"
+    parser.add_argument("--max-shard-bytes", type=command.positive, default=5 * 2**30, help=size)
     given = parser.parse_args(words)
+    workers = command.start_workers(given)
+    from megarlhf.telemetry.progress import ByteProgress
+    from megarlhf.weights.convert import write_hugging_face
+
     write_hugging_face(
         given.source,
         given.target,
         config=given.config,
-        workers=given.workers,
-        dtype=command.DTYPES.get(given.dtype),
+        workers=workers,
+        dtype=command.dtype_of(given.dtype),
         max_shard_bytes=given.max_shard_bytes,
+        progress=ByteProgress(sys.stderr),
     )
     print(f"{given.target}: a Hugging Face folder")
     return command.DONE

@@ -32,6 +32,10 @@ class CheckpointError(MegarlhfError, ValueError):
     """A model folder or checkpoint is incomplete, of another shape, or not what its config says."""
 
 
+class ConversionError(MegarlhfError, RuntimeError):
+    """A conversion of checkpoints could not be finished, though its input is sound."""
+
+
 class RewardError(MegarlhfError, RuntimeError):
     """A reward function raised, timed out, or returned something that is not one number per response."""
 

@@ -4,6 +4,8 @@ Opening reads headers only. A slice is copied out of the file mapping, so only w
 """
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -37,6 +39,7 @@ class SafetensorsFolder:
         self._files = {name: _open(self.path / name) for name in names}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
         self._stored_as: dict[str, str] = {}
+        self._starts: dict[str, dict[str, int]] = {}
         if listed is not None:
             _require_agreement(index, listed, {name: set(file.keys()) for name, file in self._files.items()})
 
@@ -52,6 +55,11 @@ class SafetensorsFolder:
         back = {stored: new for new, stored in other._stored_as.items()}
         other._file_of = {back.get(name, name): file for name, file in self._file_of.items()}
         return other
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all files that tensors are read from, sorted."""
+        return tuple(sorted(self._files))
 
     def file_of(self, name: str) -> str:
         """Name of the file that holds a tensor."""
@@ -75,8 +83,26 @@ class SafetensorsFolder:
         """A view of one box of a tensor, on the host, in the file's dtype. Copy what you keep: it pins the mapping."""
         return self._slice(name)[slices(box)]
 
+    def prefetch(self, name: str, box: Box) -> None:
+        """Ask for the rows of a box to be read from the disk; does not wait for them."""
+        file = self.file_of(name)
+        if file not in self._starts:
+            self._starts[file] = _starts(self.path / file)
+        shape, (first, last) = self.shape(name), box[0]
+        row_bytes = math.prod(shape[1:]) * self.dtype(name).itemsize
+        start = self._starts[file][self._stored_as.get(name, name)]
+        read_ahead(self.path / file, start + first * row_bytes, (last - first) * row_bytes)
+
+    def __reduce__(self):
+        return _reopened, (self.path, self._stored_as)
+
     def _slice(self, name: str):
         return self._files[self._file_of[name]].get_slice(self._stored_as.get(name, name))
+
+
+def _reopened(path: Path, names: dict[str, str]) -> SafetensorsFolder:
+    """A folder in another process than the one that opened it."""
+    return SafetensorsFolder(path).renamed(names)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -122,6 +148,23 @@ def _open(path: Path):
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(f"{path}: not a readable safetensors file ({problem}); download it again") from problem
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where in a safetensors file each tensor begins: after 8 bytes, the header whose length they say, and others."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: 8 + length + at["data_offsets"][0] for name, at in header.items() if name != "__metadata__"}
+
+
+def read_ahead(path: Path, offset: int, length: int) -> None:
+    """Ask the kernel to read a part of a file from the disk; does not wait for it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _require_agreement(index: Path, listed: dict[str, str], held: dict[str, set[str]]) -> None:

@@ -56,6 +56,11 @@ class MegatronFolder:
         """Type of a tensor."""
         return self.stored.dtype(self._pieces[name][0][0].key)
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all files that tensors are read from, sorted."""
+        return self.stored.files
+
     def file_of(self, name: str) -> str:
         """Name of a file that holds (part of) a tensor."""
         place, _ = self._pieces[name][0]
@@ -70,6 +75,22 @@ class MegatronFolder:
         for where, values in parts:
             result[slices(move(where, box, whole(shape_of(box))))] = values
         return result
+
+    def prefetch(self, name: str, box: Box) -> None:
+        """Ask for a box to be read from the disk; does not wait for it."""
+        wanted: dict[Place, Box] = {}
+        for place, piece in self._pieces[name]:
+            common = intersect(piece.source, box)
+            if common is not None:
+                target = move(common, piece.source, piece.target)
+                earlier = wanted.get(place, target)
+                hull = zip(target, earlier, strict=True)
+                wanted[place] = tuple((min(one[0], two[0]), max(one[1], two[1])) for one, two in hull)
+        for place, target in wanted.items():
+            self.stored.prefetch(place.key, place.box(target))
+
+    def __reduce__(self):
+        return MegatronFolder, (self.path, self.config_folder)  # another process opens it anew
 
     def _parts(self, place: Place, piece: Piece, box: Box) -> list[tuple[Box, torch.Tensor]]:
         """The blocks of a piece that meet a box of the Hugging Face tensor: (where in that tensor, values)."""

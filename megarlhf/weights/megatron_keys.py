@@ -8,6 +8,7 @@ the names of Transformer Engine's fused layers, so that one checkpoint serves bo
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megarlhf.config.layout import Layout
 from megarlhf.models.architecture import Architecture, padded_vocab, stage_layers
@@ -49,6 +50,7 @@ class Share:
     boxes: tuple[tuple[Box, Box], ...]
 
 
+@lru_cache(maxsize=4)
 def whole_weights(architecture: Architecture, head: Head) -> dict[Place, LocalTensor]:
     """Every weight of the checkpoint, whole, as pieces of Hugging Face tensors."""
     held = local_map(architecture, _ONE, Coordinates(0, 0, 0), head)
@@ -60,9 +62,7 @@ def key_shapes(architecture: Architecture, layout: Layout, head: Head) -> dict[s
     """Shape of every tensor of a checkpoint written under `layout` (tp pads the vocabulary)."""
     family, shapes = FAMILIES[architecture.family], {}
     tables = {
-        weight.local
-        for weight in stage_weights(family, architecture, _ONE, 0, 0, head)
-        if weight.cut is Cut.VOCABULARY
+        weight.local for weight in stage_weights(family, architecture, _ONE, 0, 0, head) if weight.cut is Cut.VOCABULARY
     }
     for place, tensor in whole_weights(architecture, head).items():
         rows = padded_vocab(architecture, layout) if place.key in tables else tensor.shape[0]

@@ -11,19 +11,30 @@ def partial_of(path: Path) -> Path:
     return path.parent / f".{path.name}.partial"
 
 
-def start_folder(path: Path, num_bytes: int, replace: bool) -> None:
-    """Make the partial folder. Everything that can be known to fail is found before the ranks send anything."""
-    partial = partial_of(path)
-    if path.exists() and not replace and (path.is_file() or any(path.iterdir())):
+def require_new(path: Path) -> None:
+    """Raise CheckpointError unless nothing, or an empty folder, has this name."""
+    if path.exists() and (path.is_file() or any(path.iterdir())):
         raise CheckpointError(f"{path}: is there already; export to a new folder, or remove this one first")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
+
+
+def require_room(path: Path, num_bytes: int) -> None:
+    """Raise CheckpointError unless the disk of the partial folder has room for so many bytes."""
+    free = shutil.disk_usage(partial_of(path)).free
     if free < num_bytes:
         raise CheckpointError(
             f"{path}: the export needs {num_bytes} bytes, {free} are free; make room or choose another disk"
         )
+
+
+def start_folder(path: Path, num_bytes: int, replace: bool) -> None:
+    """Make the partial folder. Everything that can be known to fail is found before the ranks send anything."""
+    partial = partial_of(path)
+    if not replace:
+        require_new(path)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    require_room(path, num_bytes)
 
 
 def finish_folder(path: Path) -> None:

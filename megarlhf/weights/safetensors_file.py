@@ -1,10 +1,8 @@
-"""Writing a safetensors file tensor by tensor: its header needs shapes and types only, so one tensor is in memory."""
+"""The layout of safetensors files: which tensors share one, and the header, which needs shapes and types only."""
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 
@@ -16,27 +14,19 @@ MAX_SHARD_BYTES = 5 * 2**30
 _ALIGN_BYTES = 8
 
 
-def write_safetensors(
-    path: Path, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], read: Callable[[str], torch.Tensor]
-) -> None:
-    """Write tensors (name, shape, dtype) in order, down to the disk; `read` gives each when its turn comes."""
-    wanted = list(tensors)
+def header_of(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
+    """The beginning of a file that holds tensors (name, shape, dtype) one after the other, up to the first one's bytes.
+
+    Raises CheckpointError for a dtype that weights cannot have.
+    """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape, dtype in wanted:
+    for name, shape, dtype in tensors:
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _spelled(name, dtype), "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, shape, dtype in wanted:
-            tensor = read(name).to(dtype).contiguous()
-            assert tuple(tensor.shape) == shape, f"{name}: read {tuple(tensor.shape)}, the header says {shape}"
-            stream.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
-            del tensor  # or it would live on while the next one is read
-        stream.flush()
-        os.fsync(stream.fileno())
+    return len(text).to_bytes(8, "little") + text
 
 
 def _spelled(name: str, dtype: torch.dtype) -> str:

@@ -47,6 +47,12 @@ class Source:
             num_elements(whole(shape)) * self.tensors.dtype(name).itemsize for name, shape in self.shapes.items()
         )
 
+    def stamp(self) -> dict[str, list]:
+        """Size and time of change of every file that the model is read from, so that a change of them is seen."""
+        files = {self.tensors.path / name for name in self.tensors.files} | {self.config_folder / "config.json"}
+        found = {str(file): file.stat() for file in sorted(files)}
+        return {name: [state.st_size, state.st_mtime_ns] for name, state in found.items()}
+
 
 def open_source(path: str | Path, config: str | Path | None = None) -> Source:
     """Open a model and check it against its config.json, by headers only (a tied copy is read).

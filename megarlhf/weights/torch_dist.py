@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarlhf.errors import CheckpointError
 from megarlhf.weights.boxes import Box, intersect, move, num_elements, shape_of, slices
+from megarlhf.weights.folder import read_ahead
 from megarlhf.weights.restricted_pickle import StoredTensor, read_metadata, read_tensor_record
 
 METADATA_NAME = ".metadata"
@@ -47,21 +48,16 @@ class Block:
     dtype: torch.dtype | None
 
 
-def write_blocks(path: Path, blocks: Iterable[tuple[str, Box | None, torch.Tensor | None]]) -> list[Block]:
-    """Write one `.distcp` file, down to the disk, holding one block at a time. A box without a tensor is not allowed;
-    an object (no box) is always None, as an empty `_extra_state` is.
-    """
-    written = []
-    with path.open("wb") as stream:
-        for name, box, tensor in blocks:
-            stream.write(b"\0" * (-stream.tell() % _ALIGN_BYTES))
-            offset = stream.tell()
-            torch.save([None] if box is None else tensor, stream)
-            dtype = None if tensor is None else tensor.dtype
-            written.append(Block(name, box, path.name, offset, stream.tell() - offset, dtype))
-        stream.flush()
-        os.fsync(stream.fileno())
-    return written
+def object_bytes() -> bytes:
+    """What stands for an empty object, as megarlhf's own models' `_extra_state` is."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream.getvalue()
+
+
+def aligned(offset: int) -> int:
+    """Where the next blob of a file may begin."""
+    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def write_table(folder: Path, shapes: dict[str, tuple[int, ...]], blocks: Iterable[Block]) -> None:
@@ -105,12 +101,19 @@ class TorchDistFolder:
         self._table = read_metadata(table.read_bytes(), str(table))
         self._blocks = self._read_blocks()
         self._maps: dict[str, mmap.mmap] = {}
+        self._views: dict[Block, torch.Tensor] = {}
+        self._by_start: dict[str, dict[tuple[int, int], list[Block]]] = {}
         self._require_files()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
         return tuple(sorted(self._blocks))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all files that tensors are read from, and the table, sorted."""
+        return tuple(sorted({METADATA_NAME} | {block.file for blocks in self._blocks.values() for block in blocks}))
 
     @property
     def objects(self) -> tuple[str, ...]:
@@ -131,10 +134,29 @@ class TorchDistFolder:
 
     def parts(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """What lies in a box of a tensor, block by block: (where in the tensor, a view of the file)."""
-        for block in self._blocks[name]:
-            common = intersect(block.box, box)
-            if common is not None:
-                yield common, self._view(block)[slices(move(common, block.box, _at_zero(block.box)))]
+        for block, common in self._meeting(name, box):
+            yield common, self._view(block)[slices(move(common, block.box, _at_zero(block.box)))]
+
+    def prefetch(self, name: str, box: Box) -> None:
+        """Ask for the blocks that meet a box to be read from the disk; does not wait for them."""
+        for block, _ in self._meeting(name, box):
+            read_ahead(self.path / block.file, block.offset, block.length)
+
+    def _meeting(self, name: str, box: Box) -> Iterator[tuple[Block, Box]]:
+        """The blocks that meet a box of a tensor, with what they have in common."""
+        # The first axis is mostly that of layers: of a few thousand blocks, look at one layer's only.
+        start, stop = box[0]
+        if name not in self._by_start:
+            rows: dict[tuple[int, int], list[Block]] = {}
+            for block in self._blocks[name]:
+                rows.setdefault(block.box[0], []).append(block)
+            self._by_start[name] = rows
+        for (first, last), blocks in self._by_start[name].items():
+            if first < stop and start < last:
+                for block in blocks:
+                    common = intersect(block.box, box)
+                    if common is not None:
+                        yield block, common
 
     def _read_blocks(self) -> dict[str, tuple[Block, ...]]:
         try:
@@ -172,6 +194,11 @@ class TorchDistFolder:
                 raise CheckpointError(f"{self.path / block.file}: {state}; copy the checkpoint again")
 
     def _view(self, block: Block) -> torch.Tensor:
+        if block not in self._views:
+            self._views[block] = self._checked_view(block)
+        return self._views[block]
+
+    def _checked_view(self, block: Block) -> torch.Tensor:
         where = f"{self.path / block.file}: {block.name} at byte {block.offset}"
         try:
             return self._map_tensor(block, where)
