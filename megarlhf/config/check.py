@@ -75,6 +75,9 @@ RANGES = {
     "run.seed": SEED,
     "run.steps": AT_LEAST_ONE,
     "run.save_every": NOT_NEGATIVE,
+    "run.checkpoint_every": NOT_NEGATIVE,
+    "run.keep_checkpoints": NOT_NEGATIVE,
+    "run.save_before_minutes": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
     **{
         f"{model}.optimizer.{name}": wanted

@@ -239,13 +239,29 @@ class CorpusRun:
     seed: int = 0
     """Seed of shuffling and sampling."""
     save_every: int = 0
-    """Steps between exports of the weights to checkpoints/step_N; 0: only at the end. Runs cannot be resumed yet."""
+    """Steps between exports of the weights as Hugging Face folders, to RUN_DIR/exports/step_N; 0: only at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints in RUN_DIR/checkpoints/step_N, which hold all that is needed to go on, in any layout;
+    the last step makes one too. 0: only when the run is asked to stop (SIGTERM, SIGUSR1, save_before_minutes)."""
+    keep_checkpoints: int = 2
+    """Latest checkpoints that are kept; 0: all."""
+    keep_best: str = ""
+    """Metric, such as objective/scores, whose best checkpoint is kept too: the highest, or with a leading minus
+    (-loss/sft_avg) the lowest; empty: none."""
+    checkpoint_in_background: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory (12 bytes per trained parameter)."""
+    save_before_minutes: float = 0.0
+    """Minutes after the start by which a checkpoint must be on the disk: the step before which time would run out ends
+    with one, and the run with exit code 75. 0: no limit."""
+    resume: str = "auto"
+    """auto: go on from the latest intact checkpoint in run.dir, if there is one and the settings are the same; never;
+    or a checkpoint (or a run folder) to start from, whose settings may differ."""
+    overwrite: bool = False
+    """Start afresh in a folder that already holds a run; its checkpoints and exports are removed."""
     sample_texts: int = 4
     """Texts written to samples.jsonl per step."""
     tensorboard: bool = True
     """Write tensorboard event files."""
-    overwrite: bool = False
-    """Start afresh in a folder that already holds a run."""
 
 
 @dataclass(frozen=True)

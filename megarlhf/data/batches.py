@@ -56,6 +56,11 @@ class CorpusBatches:
     negatives: Negatives = Negatives()
     """Comparisons with spoilt answers; none by default."""
 
+    @property
+    def num_rows(self) -> int:
+        """Examples of the data set."""
+        return len(self.examples)
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest row: spoilt answers do not make longer ones."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarlhf import device
@@ -23,9 +23,11 @@ from megarlhf.errors import TrainingError
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
 from megarlhf.models.precision.linear import advance_scales
+from megarlhf.parallel.groups import seed_dropout
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metrics_from_vectors
 from megarlhf.records.packing import PackedRows
+from megarlhf.records.seeds import derive_seed
 from megarlhf.records.tokens import Denominators, Prediction, TokenBatch
 
 Loss = Callable[[Prediction, TokenBatch, Denominators], tuple[torch.Tensor, dict[str, Metric]]]
@@ -75,24 +77,32 @@ class Learner:
         total_updates: int,
         max_tokens: int,
         max_skipped: int = 3,
+        dropout_seed: int | None = None,
     ):
         """`model` holds its weights already: the optimizer copies them.
 
-        `max_skipped` non-finite updates in a row raise TrainingError.
+        `max_skipped` non-finite updates in a row raise TrainingError. `dropout_seed`, where the model has dropout: each
+        update draws from a stream of its own, so that a resumed run draws what it would have drawn.
         """
         self.model = model
         self.settings = settings
         self.total_updates = total_updates
         self.max_tokens = max_tokens
         self.max_skipped = max_skipped
+        self.dropout_seed = dropout_seed
         self.num_updates = 0
         self.num_skipped = 0
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.require_resident: Callable[[], None] = lambda: None
         """Raises when weights, gradients or optimizer are not on the device; set by whoever moves them."""
         self._chunks = [_with_gradients(model, chunk) for chunk in model.chunks]
         self._optimizer = _build_optimizer(model, self._chunks, settings)
         model.config.finalize_model_grads_func = _sum_gradients
+
+    @property
+    def optimizer(self) -> ChainedOptimizer:
+        """Main weights and moments, a shard of each parameter on each data-parallel rank."""
+        return self._optimizer
 
     @property
     def learning_rate(self) -> float:
@@ -128,10 +138,10 @@ class Learner:
         self.model.weights_changed()
         advance_scales(self.model.chunks, self.model.groups.collection.tp_dp_cp)
         self.num_skipped += not applied
-        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self.max_skipped:
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.max_skipped:
             raise TrainingError(
-                f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); none was "
+                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); none was "
                 "applied. Lower the learning rate, or look at the samples and scores of this step"
             )
         return Update(metrics, norm, applied)
@@ -142,6 +152,9 @@ class Learner:
         A data-parallel rank has only the shard that its optimizer steps, unless `complete_gradients`.
         """
         self.require_resident()
+        if self.dropout_seed is not None:
+            number = self.num_updates + self.num_skipped
+            seed_dropout(self.model.groups, derive_seed(self.dropout_seed, "dropout", number))
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
             chunk.train()

@@ -44,6 +44,11 @@ class DynamicRollouts:
         """All prompts of the run."""
         return self.rollouts.prompts
 
+    @property
+    def num_rows(self) -> int:
+        """Prompts of the run."""
+        return self.rollouts.num_rows
+
     def sample(self, samples: Sequence[Sample], step: int) -> Experience:
         """As `Rollouts.sample`."""
         return self.rollouts.sample(samples, step)

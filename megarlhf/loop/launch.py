@@ -3,12 +3,16 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarlhf.config.algorithm_check import algorithm_warnings
 from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
 from megarlhf.errors import ConfigError
 from megarlhf.telemetry.status import BAD_INPUT, recorded, try_write_status
+
+if TYPE_CHECKING:
+    from megarlhf.loop.stopping import Stopping
 
 _log = logging.getLogger(__name__)
 
@@ -26,40 +30,66 @@ def launch(command: str, argv: Sequence[str]) -> int:
     from megarlhf.loop.preflight import preflight
 
     _refuse(folder, preflight(settings, world_size, " ".join([command, *argv])))
+    from megarlhf.loop.stopping import Stopping
+
+    stopping = Stopping()
+    stopping.listen()
     rank, world_size = device.join_world()
-    run_training(command, settings, rank, world_size, as_json=as_json)
+    run_training(command, settings, rank, world_size, as_json=as_json, stopping=stopping)
     device.leave_world()
     return 0
 
 
-def run_training(command: str, settings: AnyRun, rank: int, world_size: int, *, as_json: bool = False) -> None:
+def run_training(
+    command: str,
+    settings: AnyRun,
+    rank: int,
+    world_size: int,
+    *,
+    as_json: bool = False,
+    stopping: "Stopping | None" = None,
+) -> None:
     """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`.
 
-    `as_json`: nothing but the metrics of each step as a JSON line is printed.
+    `as_json`: nothing but the metrics of each step as a JSON line is printed. `stopping` knows of signals, when the
+    process is all the run's.
     """
+    import torch.distributed as dist
+
     from megarlhf.algorithms.catalogue import ALGORITHMS
+    from megarlhf.checkpoints.lock import locked
+    from megarlhf.loop.keeper import Keeper
     from megarlhf.loop.loop import train
     from megarlhf.loop.offline import build_offline
     from megarlhf.loop.online import build_online
     from megarlhf.loop.reporting import reporter
+    from megarlhf.loop.resuming import find_start
     from megarlhf.loop.showcase import ending, show
+    from megarlhf.loop.stopping import Stopping
 
-    folder, algorithm = Path(settings.run.dir), ALGORITHMS[command]
+    folder, algorithm, world = Path(settings.run.dir), ALGORITHMS[command], dist.group.WORLD
     is_online = isinstance(settings, OnlineRun)
-    with recorded(folder, rank), reporter(settings, rank, as_json=as_json) as report:
+    stopping = stopping or Stopping()
+    stopping.limit_s = 60 * settings.run.save_before_minutes
+    with locked(folder, world), recorded(folder, rank):
+        start = find_start(settings, world)
         if rank == 0:
             (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
             for warning in algorithm_warnings(settings.algorithm):
                 _log.warning(warning)
-        build = build_online if is_online else build_offline
-        run = build(settings, algorithm, world_size, report)
-        before = show(run) if is_online else []
-        train(run)
-        after = show(run) if is_online else []
-        run.export()
-        run.residency.close()
+        with reporter(settings, rank, as_json=as_json, keep_steps=start.step if start else 0) as report:
+            build = build_online if is_online else build_offline
+            run = build(settings, algorithm, world_size, report)
+            keeper = Keeper(run, stopping)
+            first_step = keeper.restore(start) if start else 0
+            if is_online and not keeper.before:
+                keeper.before = show(run)
+            train(run, first_step, keeper.after_step)
+            after = show(run) if is_online else []
+            run.export()
+            run.residency.close()
     if rank == 0 and not as_json:
-        print(ending(before, after, folder, run.memory, is_policy=algorithm.actor_loss is not None))
+        print(ending(keeper.before, after, folder, run.memory, is_policy=algorithm.actor_loss is not None))
 
 
 def _refuse(folder: Path, violations: list[str]) -> None:

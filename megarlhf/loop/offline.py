@@ -61,7 +61,7 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     followers: tuple[Follower, ...] = ()
     if isinstance(settings, DPORun | KTORun):
         scorers, followers = _scorers(settings, algorithm, model, tokenizer.fingerprint, residency)
-    trained = learner(model, section, num_steps)
+    trained = learner(model, section, num_steps, settings.run.seed)
     house_learner(residency, role.name, trained)
     return Run(
         settings=settings,

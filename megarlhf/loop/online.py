@@ -55,7 +55,7 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
     actor_model = workshop.model(cast["actor"])
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
     updates = settings.run.steps * updates_per_step(settings.algorithm)
-    actor = learner(actor_model, settings.actor, updates)
+    actor = learner(actor_model, settings.actor, updates, settings.run.seed)
     house_learner(residency, "actor", actor)
     judge, learners = _judge_and_critic(settings, workshop, cast, updates, residency)
     modules = MODULES | {"reward": judge.modules}
@@ -136,7 +136,7 @@ def _judge_and_critic(
         model = workshop.model(cast["critic"])
         if is_shared:
             judge = Judge(_exchanged(settings, cast, model, residency), ("critic",))
-        learners["critic"] = learner(model, settings.critic, updates)
+        learners["critic"] = learner(model, settings.critic, updates, settings.run.seed)
         house_learner(residency, "critic", learners["critic"])
     if "reward" in cast and not is_shared:
         model = workshop.model(cast["reward"])

@@ -6,10 +6,11 @@ from tempfile import TemporaryFile
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, SFTRun
-from megarlhf.config.settings import CorpusRun, Reference, Reward
+from megarlhf.config.settings import Reference, Reward
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.remote import address_violations
+from megarlhf.loop.resuming import folder_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
 from megarlhf.models.score_config import label_names, score_rule, weight_violations
@@ -28,7 +29,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     for name, architecture in models.items():
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
     found += _tokenizer_violations(cast, models)
-    found += _folder_violations(settings.run)
+    found += _folder_violations(settings)
     for name, architecture in models.items():
         found += _head_violations(cast[name], architecture)
     if isinstance(settings, OnlineRun):
@@ -169,17 +170,14 @@ def _missing_file(setting: str, path: str, wanted: str) -> list[str]:
     return [f"{setting}: {Path(path).absolute()} is not a file; give {wanted}"]
 
 
-def _folder_violations(run: CorpusRun) -> list[str]:
+def _folder_violations(settings: AnyRun) -> list[str]:
     """The folder is made and tried: at the end of a run it would be too late."""
-    folder = Path(run.dir)
+    folder = Path(settings.run.dir)
     if folder.exists() and not folder.is_dir():
         return [f"run.dir: {folder} is a file; choose a folder"]
-    held = [name for name in ("metrics.jsonl", "checkpoints", "hf") if (folder / name).exists()]
-    if held and not run.overwrite:
-        return [
-            f"run.dir: {folder} already holds a run ({', '.join(held)}); choose another folder, or set run.overwrite "
-            "to true to start afresh"
-        ]
+    found = folder_violations(settings)
+    if found:
+        return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -7,10 +7,13 @@ from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.tensorboard import TensorboardSink
 
 
-def reporter(settings: AnyRun, rank: int, *, as_json: bool = False) -> Reporter:
-    """Console (a table, or JSON lines), metrics.jsonl, samples.jsonl and, if asked, tensorboard on rank 0."""
+def reporter(settings: AnyRun, rank: int, *, as_json: bool = False, keep_steps: int = 0) -> Reporter:
+    """Console (a table, or JSON lines), metrics.jsonl, samples.jsonl and, if asked, tensorboard on rank 0.
+
+    `keep_steps`: steps that a resumed run has done; what the files say of later ones is cut off.
+    """
     if rank != 0:
         return Reporter(())
     num_steps = settings.run.steps if isinstance(settings, OnlineRun) else None
-    sinks = [JsonlSink(settings.run.dir), JsonConsoleSink() if as_json else ConsoleSink(num_steps)]
-    return Reporter([*sinks, TensorboardSink(settings.run.dir)] if settings.run.tensorboard else sinks)
+    sinks = [JsonlSink(settings.run.dir, keep_steps), JsonConsoleSink() if as_json else ConsoleSink(num_steps)]
+    return Reporter([*sinks, TensorboardSink(settings.run.dir, keep_steps)] if settings.run.tensorboard else sinks)

@@ -40,6 +40,11 @@ class Rollouts:
     """Compare checksums after every reshard."""
     _version: int = -1
 
+    @property
+    def num_rows(self) -> int:
+        """Prompts of the run."""
+        return len(self.prompts)
+
     def next_batch(self, step: int) -> Experience:
         """The batch of `step`, see `draw`."""
         return self.draw(step)

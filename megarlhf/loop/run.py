@@ -34,6 +34,11 @@ from megarlhf.weights.export import export_model
 class Source(Protocol):
     """Where batches come from: sampled responses, or a data set."""
 
+    @property
+    def num_rows(self) -> int:
+        """Prompts or examples that batches are made of."""
+        ...
+
     def next_batch(self, step: int) -> Experience:
         """The batch of `step`, the same on every rank. May be collective over the world."""
         ...
@@ -178,15 +183,15 @@ class Run:
             self.metrics["updates/stopped_by_target_kl"] = 1
         return too_far
 
-    def finish(self, step: int, batch: Experience) -> None:
-        """Saves when due, then reports the step. Collective over the world."""
+    def finish(self, step: int, batch: Experience) -> dict[str, float]:
+        """Exports when due, then reports the step; returns its numbers. Collective over the world."""
         for follower in self.followers:
             with self._weights_of(follower.learner, "follow"):
                 follower.average.update(self.learners[follower.learner].model.named_parameters())
         every = self.settings.run.save_every
         if every and (step + 1) % every == 0:
             with self.spans("save"):
-                self.save(self.folder / "checkpoints" / f"step_{step + 1}")
+                self.save(self.folder / "exports" / f"step_{step + 1}")
         self.episodes += batch.num_rows
         numbers = metric_results(merge_metrics(self.reported)) | self.metrics | self.spans.take()
         numbers |= {f"lr/{name}": learner.learning_rate for name, learner in self.learners.items()}
@@ -199,6 +204,7 @@ class Run:
         self.reporter.samples(step + 1, sample_rows(batch, self.settings.run.sample_texts))
         self.reported.clear()
         self.metrics = {}
+        return numbers
 
     def save(self, folder: Path) -> None:
         """Weights of every learner as Hugging Face folders below `folder`. Collective over the world."""
@@ -216,14 +222,15 @@ class Run:
     def _export(self, name: str, folder: Path, other: Average | None = None) -> None:
         """The whole model, adapters merged in, and beside it the adapters in PEFT's format where there are any; with
         the `other` weights in it where given."""
-        model, role, replace = self.learners[name].model, self.roles[name], self.settings.run.overwrite
+        model, role = self.learners[name].model, self.roles[name]
         with self._weights_of(name, f"save_{name}"):
             with other.swapped_in(model.named_parameters()) if other else nullcontext():
                 entries = self.measure.entries() if self.measure else {}
-                export_model(model, folder, source_folder=role.folder, replace=replace, entries=entries)
+                # What is there is this run's: a resumed one comes by here again.
+                export_model(model, folder, source_folder=role.folder, replace=True, entries=entries)
                 if role.lora.rank:
                     lora_folder = folder.with_name(f"{folder.name}_lora")
-                    export_peft(model, lora_folder, role.lora, base=role.folder, replace=replace)
+                    export_peft(model, lora_folder, role.lora, base=role.folder, replace=True)
 
     def _weights_of(self, learner: str, stage: str) -> AbstractContextManager[None]:
         return self.residency.stage(stage, [Tenant(learner, WEIGHTS)])

@@ -12,7 +12,7 @@ from megarlhf.loop.run import Follower
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.models.lora import add_lora
-from megarlhf.parallel.groups import Groups, build_groups, seed_dropout
+from megarlhf.parallel.groups import Groups, build_groups
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
 from megarlhf.residency.residency import Residency
@@ -54,8 +54,6 @@ class Workshop:
             recompute=role.recompute,
             fp8=role.fp8,
         )
-        if role.dropout:
-            seed_dropout(groups, self.seed)
         if load:
             report = load_weights(model, role.folder, new_value_head=role.has_new_head(in_folder))
             if groups.rank == 0:
@@ -106,6 +104,13 @@ def local_reference(
     return LocalReference(ReferenceScorer(weights, scorer), followers)
 
 
-def learner(model: Model, settings: Trainee | Critic, total_updates: int) -> Learner:
-    """The learner of a role's section. Collective over the world."""
-    return Learner(model, settings.optimizer, total_updates=total_updates, max_tokens=settings.micro_batch_tokens)
+def learner(model: Model, settings: Trainee | Critic, total_updates: int, seed: int) -> Learner:
+    """The learner of a role's section; `seed` is the run's. Collective over the world."""
+    has_dropout = isinstance(settings, Trainee) and settings.dropout > 0
+    return Learner(
+        model,
+        settings.optimizer,
+        total_updates=total_updates,
+        max_tokens=settings.micro_batch_tokens,
+        dropout_seed=seed if has_dropout else None,
+    )

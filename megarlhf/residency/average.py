@@ -27,6 +27,11 @@ class Average:
     def close(self) -> None:
         """Nothing is on disk."""
 
+    @property
+    def host(self) -> Mapping[Hashable, torch.Tensor]:
+        """The average itself, on the host."""
+        return self._host
+
     @torch.no_grad()
     def update(self, parameters: Mapping[Hashable, torch.Tensor]) -> None:
         """Moves the average towards the weights."""

@@ -15,13 +15,16 @@ class JsonlSink:
     A file exists from its first line on: a launch that fails before its first step leaves a folder that holds no run.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        """Removes the files of an earlier run. Raises OSError when the folder cannot be written."""
+    def __init__(self, run_dir: str | Path, keep_steps: int = 0) -> None:
+        """Keeps the first `keep_steps` steps of the files that are there: those that a resumed run has done.
+
+        Raises OSError when the folder cannot be written.
+        """
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _Lines(folder / "metrics.jsonl")
-        self._samples = _Lines(folder / "samples.jsonl")
-        self._memory = _Lines(folder / "memory.jsonl")
+        self._metrics = _Lines(folder / "metrics.jsonl", keep_steps)
+        self._samples = _Lines(folder / "samples.jsonl", keep_steps)
+        self._memory = _Lines(folder / "memory.jsonl", keep_steps)
 
     def step(self, step: int, numbers: Mapping[str, Number]) -> None:
         """Writes `{"step": step, ...}`; None is null."""
@@ -43,17 +46,39 @@ class JsonlSink:
             lines.close()
 
 
+def _cut(path: Path, keep_steps: int) -> None:
+    """Cuts a file off at its first line that is beyond `keep_steps` or no whole record."""
+    with path.open("r+b") as file:
+        kept = 0
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) not in range(1, keep_steps + 1):
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
+def _step_of(line: bytes) -> object:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record.get("step") if isinstance(record, dict) else None
+
+
 class _Lines:
     """A file of JSON lines, opened for the first one."""
 
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+    def __init__(self, path: Path, keep_steps: int) -> None:
+        if keep_steps and path.exists():
+            _cut(path, keep_steps)
+        else:
+            path.unlink(missing_ok=True)
         self._path = path
         self._file: TextIO | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
-            self._file = open(self._path, "w", encoding="utf-8")
+            self._file = open(self._path, "a", encoding="utf-8")
         # allow_nan=False: `NaN` is not JSON, and readers in other languages stop at it.
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarlhf.errors import CheckpointError, ConfigError, DataError
+from megarlhf.errors import CheckpointError, ConfigError, DataError, Requeue
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE, FAILED, BAD_INPUT, REQUEUE = 0, 1, 2, 75
+"""Exit codes; 75 is what sysexits.h calls a temporary failure: start the same command again."""
 
 _log = logging.getLogger(__name__)
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what a user's settings or input can mend, 1 for every other failure."""
+    """2 for what a user's settings or input can mend, 75 for a run to be started again, 1 for every other failure."""
+    if isinstance(error, Requeue):
+        return REQUEUE
     return BAD_INPUT if isinstance(error, ConfigError | DataError | CheckpointError) else FAILED
 
 
@@ -23,7 +26,9 @@ def reason(error: BaseException) -> str:
     """The error in words: its text, after the kind of error where the text alone would say too little."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ConfigError | Requeue):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def write_status(run_dir: str | Path, code: int | None, reason: str) -> None:
@@ -52,6 +57,10 @@ def recorded(run_dir: str | Path, rank: int) -> Iterator[None]:
         try_write_status(run_dir, None, "running")
     try:
         yield
+    except Requeue as error:
+        if rank == 0:
+            try_write_status(run_dir, REQUEUE, str(error))
+        raise
     except BaseException as error:
         if not _has_failed(run_dir):
             try_write_status(run_dir, exit_code(error), reason(error) if rank == 0 else f"rank {rank}: {reason(error)}")

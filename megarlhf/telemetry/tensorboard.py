@@ -14,7 +14,9 @@ _log = logging.getLogger(__name__)
 class TensorboardSink:
     """Scalars under the metrics' own names, in RUN_DIR/tensorboard."""
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, keep_steps: int = 0) -> None:
+        """Curves of an earlier run are removed, but for the first `keep_steps` steps of one that is resumed."""
+        self._keep_steps = keep_steps
         self._folder = Path(run_dir) / "tensorboard"
         self._writer: Any = None
         self._works = True
@@ -39,9 +41,11 @@ class TensorboardSink:
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        shutil.rmtree(self._folder, ignore_errors=True)  # curves of an earlier run would be drawn into ours
+        if not self._keep_steps:
+            shutil.rmtree(self._folder, ignore_errors=True)  # curves of an earlier run would be drawn into ours
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer = SummaryWriter(str(self._folder))
+        # From the purged step on, tensorboard shows nothing of files that are older than this writer's.
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._keep_steps + 1 if self._keep_steps else None)
 
     def _add(self, step: int, numbers: Mapping[str, Number]) -> None:
         for name, value in numbers.items():

@@ -54,7 +54,7 @@ def test_two_ranks_train_and_leave_a_whole_run_folder(recipe):
     assert rows[1]["objective/kl"] != 0 and rows[0]["bytes/resharded"] > 0
     assert json.loads((run / "status.json").read_text()) == {"code": 0, "reason": "done"}
     assert (run / "samples.jsonl").read_text().count("\n") == 8
-    assert {"actor", "critic"} == {folder.name for folder in (run / "checkpoints/step_2").iterdir()}
+    assert {"actor", "critic"} == {folder.name for folder in (run / "exports/step_2").iterdir()}
     assert (run / "hf/model.safetensors").exists() and (run / "config.yaml").exists()
     assert "before" in done.stdout and f"megarlhf chat {run / 'hf'}" in done.stdout
     again = launch("ppo", str(run / "config.yaml"), ranks=2)

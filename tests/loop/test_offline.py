@@ -97,7 +97,7 @@ def test_a_new_head_knows_nothing_and_is_trained_with_the_model(root):
     rows = metrics(root / "rm")
     assert rows[0]["loss/reward_avg"] == pytest.approx(0.693147, abs=1e-5) and rows[0]["rewards/accuracy"] == 0.5
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["episode"] == 6 * 8
-    assert (root / "rm/checkpoints/step_6/reward/model.safetensors").exists()
+    assert (root / "rm/exports/step_6/reward/model.safetensors").exists()
     config = json.loads((root / "rm/hf/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     again = built(RewardModelRun(reward=RewardTrainee(model=str(root / "rm/hf")), **of(root, "pairs")), "rm")

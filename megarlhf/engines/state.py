@@ -1,0 +1,182 @@
+"""A learner's state for a checkpoint, and back: weights, main weights, moments and counters, under any layout.
+
+megarlhf names what it saves by Hugging Face tensors: `actor.weight.NAME`, `actor.exp_avg.NAME`, `actor.exp_avg_sq.NAME`
+(PEFT's names for adapters). With adapters only what is trained is saved: the rest is in the folder that the run
+started from.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from megarlhf.checkpoints.load import Checkpoint
+from megarlhf.checkpoints.shards import NamedBox, named_boxes, speakers, wanted_boxes
+from megarlhf.config.lora import LoRA
+from megarlhf.engines.learner import Learner
+from megarlhf.models.build import Model
+from megarlhf.models.lora import base_parameters
+from megarlhf.parallel.grid import Coordinates
+from megarlhf.residency.average import Average
+from megarlhf.weights.adapters import adapter_map, adapter_shapes
+from megarlhf.weights.boxes import Box, LocalTensor
+from megarlhf.weights.local_map import Key, hf_shapes, local_map
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What each rank holds of a model's parameters, and what this rank writes of them."""
+
+    mine: Mapping[Key, LocalTensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    spoken_for: Mapping[Key, set[tuple[str, Box]]]
+    """By parameter the (tensor, box) that this rank's data-parallel group writes."""
+    is_first_of_team: bool
+    """This rank writes what its group does not share out."""
+
+
+def trained_holdings(model: Model, lora: LoRA) -> Holdings:
+    """Of the trained parameters: all of them, or adapters and value head."""
+    if not lora.rank:
+        return _holdings(model, lambda at: _base(model, at), hf_shapes(model.architecture, model.head))
+    shapes = adapter_shapes(model.architecture, model.head, lora)
+    return _holdings(model, lambda at: _adapters(model, at, lora), shapes)
+
+
+def all_holdings(model: Model, lora: LoRA) -> Holdings:
+    """Of every parameter of the module, adapters included."""
+    shapes = hf_shapes(model.architecture, model.head)
+    if not lora.rank:
+        return _holdings(model, lambda at: _base(model, at), shapes)
+    adapted = adapter_shapes(model.architecture, model.head, lora)
+    heads = {key for key in _adapters(model, model.groups.coordinates, lora) if key in base_parameters(model)}
+    assert not heads, "a value model has no average"
+    return _holdings(model, lambda at: _base(model, at) | _adapters(model, at, lora), shapes | adapted)
+
+
+def _base(model: Model, at: Coordinates) -> dict[Key, LocalTensor]:
+    return local_map(model.architecture, model.groups.layout, at, model.head)
+
+
+def _adapters(model: Model, at: Coordinates, lora: LoRA) -> dict[Key, LocalTensor]:
+    return adapter_map(model.architecture, model.groups.layout, at, model.head, lora)
+
+
+def _holdings(model: Model, held_at, shapes: Mapping[str, tuple[int, ...]]) -> Holdings:
+    groups = model.groups
+    teams = groups.grid.groups("dp_cp")
+    held = [held_at(at) for at in groups.grid.all_coordinates()]
+    mine: dict[Key, set[tuple[str, Box]]] = {key: set() for key in held[groups.rank]}
+    for key, name, box in speakers(held, teams)[groups.rank]:
+        mine[key].add((name, box))
+    first = min(groups.ranks("dp_cp")) == groups.rank
+    return Holdings(held[groups.rank], shapes, mine, first)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's stretch of one parameter in the optimizer."""
+
+    key: Key
+    start: int
+    main: torch.nn.Parameter
+    """float32, flat; a view of the parameter where that is float32 too."""
+    adam: torch.optim.Optimizer
+
+
+def _shards(learner: Learner) -> Iterator[_Shard]:
+    keys = {id(parameter): key for key, parameter in learner.model.named_parameters().items()}
+    for part in learner.optimizer.chained_optimizers:
+        # Not by model_param_group_index_map: it is wrong in a group of both types (a bfloat16 model's value head).
+        pairs = (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        )
+        for parameters, mains in ((chain(*ours), chain(*shards)) for ours, shards in pairs):
+            for parameter, main in zip(parameters, mains, strict=True):
+                stretch = part._get_model_param_range_map(parameter)["param"]
+                assert main.numel() == stretch.size, f"{keys[id(parameter)]}: a shard of another size than its stretch"
+                yield _Shard(keys[id(parameter)], stretch.start, main, part.optimizer)
+
+
+def learner_shapes(name: str, holdings: Holdings) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a learner's state."""
+    kinds = (WEIGHT, *_MOMENTS)
+    return {f"{name}.{kind}.{tensor}": shape for kind in kinds for tensor, shape in holdings.shapes.items()}
+
+
+def learner_boxes(name: str, learner: Learner, holdings: Holdings) -> Iterator[NamedBox]:
+    """This rank's share of a learner's state, copied to host memory box by box."""
+    for shard in _shards(learner):
+        state = shard.adam.state[shard.main] if shard.main in shard.adam.state else {}
+        tensor, spoken_for = holdings.mine[shard.key], holdings.spoken_for[shard.key]
+        flat = shard.main.detach().view(-1)
+        for kind in (WEIGHT, *_MOMENTS):
+            values = flat if kind == WEIGHT else state[kind].view(-1) if kind in state else torch.zeros_like(flat)
+            for box in named_boxes(tensor, values, shard.start, spoken_for):
+                yield NamedBox(f"{name}.{kind}.{box.name}", box.box, box.values.to("cpu", copy=True).contiguous())
+
+
+@torch.no_grad()
+def restore_learner(name: str, learner: Learner, holdings: Holdings, checkpoint: Checkpoint, numbers: Mapping) -> None:
+    """Weights, moments and counters (`learner_numbers`) as they were saved, under this run's layout.
+
+    Padding rows stay zero, and so do their moments: their gradient is.
+    """
+    parameters = learner.model.named_parameters()
+    for key, tensor in holdings.mine.items():
+        flat = parameters[key].detach().view(-1)
+        for box in wanted_boxes(tensor, flat, 0):
+            checkpoint.fill(box.values, f"{name}.{WEIGHT}.{box.name}", box.box)
+    for shard in _shards(learner):
+        moments = {kind: torch.zeros_like(shard.main).view(-1) for kind in _MOMENTS}
+        for kind, values in {WEIGHT: shard.main.detach().view(-1), **moments}.items():
+            for box in wanted_boxes(holdings.mine[shard.key], values, shard.start):
+                checkpoint.fill(box.values, f"{name}.{kind}.{box.name}", box.box)
+        _set_state(shard, {kind: values.view_as(shard.main) for kind, values in moments.items()}, numbers["updates"])
+    learner.num_updates = numbers["updates"]
+    learner.num_skipped = numbers["skipped"]
+    learner.skipped_in_a_row = numbers["skipped_in_a_row"]
+
+
+def _set_state(shard: _Shard, moments: dict[str, torch.Tensor], updates: int) -> None:
+    """torch's AdamW counts steps per parameter, fused ones per group."""
+    state = shard.adam.state[shard.main]
+    state |= moments
+    if isinstance(shard.adam, torch.optim.Adam):
+        state["step"] = torch.tensor(float(updates))
+    else:
+        for group in shard.adam.param_groups:
+            group["step"] = updates
+
+
+def learner_numbers(learner: Learner) -> dict[str, int]:
+    """Counters of a learner."""
+    return {
+        "updates": learner.num_updates,
+        "skipped": learner.num_skipped,
+        "skipped_in_a_row": learner.skipped_in_a_row,
+    }
+
+
+def average_shapes(name: str, holdings: Holdings) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an average."""
+    return {f"{name}.{tensor}": shape for tensor, shape in holdings.shapes.items()}
+
+
+def average_boxes(name: str, average: Average, holdings: Holdings) -> Iterator[NamedBox]:
+    """This rank's share of an average, which is whole on every data-parallel rank: the first of them writes."""
+    for key, values in average.host.items() if holdings.is_first_of_team else ():
+        for box in named_boxes(holdings.mine[key], values.view(-1), 0, holdings.spoken_for[key]):
+            yield NamedBox(f"{name}.{box.name}", box.box, box.values.clone())
+
+
+def restore_average(name: str, average: Average, holdings: Holdings, checkpoint: Checkpoint) -> None:
+    """The average as it was saved."""
+    for key, values in average.host.items():
+        for box in wanted_boxes(holdings.mine[key], values.view(-1), 0):
+            checkpoint.fill(box.values, f"{name}.{box.name}", box.box)
