@@ -1,6 +1,6 @@
 """`megarlhf COMMAND ...`: finds the command, runs it, and turns its errors into a list and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad settings or input, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 bad settings or input, 75 saved and to be started again, 130 interrupted.
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf import __version__, commands
-from megarlhf.errors import ConfigError, MegarlhfError
+from megarlhf.errors import ConfigError, MegarlhfError, Requeue
 from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
 
 INTERRUPTED = 130
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         return _dispatch(words)
+    except Requeue as error:
+        _say_once(str(error))
+        return exit_code(error)
     except MegarlhfError as error:
         if debug:
             traceback.print_exc()
@@ -115,6 +118,12 @@ def _print_error(error: MegarlhfError) -> None:
     elif _is_first_here():
         for violation in error.violations:
             _say(violation)
+
+
+def _say_once(message: str) -> None:
+    """By the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megarlhf: {message}", file=sys.stderr)
 
 
 def _is_first_here() -> bool:

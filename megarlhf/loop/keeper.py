@@ -166,7 +166,8 @@ class Keeper:
 
     def _resident(self, learner: str):
         """Weights and optimizer are on the device inside the block."""
-        return self._run.residency.stage(f"checkpoint_{learner}", [Tenant(learner, WEIGHTS), Tenant(learner, OPTIMIZER)])
+        tenants = [Tenant(learner, WEIGHTS), Tenant(learner, OPTIMIZER)]
+        return self._run.residency.stage(f"checkpoint_{learner}", tenants)
 
     def _state(self, step: int) -> dict[str, Any]:
         run = self._run
