@@ -5,11 +5,13 @@ megarlhf names what it saves by Hugging Face tensors: `actor.weight.NAME`, `acto
 started from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.checkpoints.load import Checkpoint
 from megarlhf.checkpoints.shards import NamedBox, named_boxes, speakers, wanted_boxes
@@ -17,6 +19,8 @@ from megarlhf.config.lora import LoRA
 from megarlhf.engines.learner import Learner
 from megarlhf.models.build import Model
 from megarlhf.models.lora import base_parameters
+from megarlhf.models.precision.linear import named_states
+from megarlhf.models.precision.recipe import History
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.residency.average import Average
 from megarlhf.weights.adapters import adapter_map, adapter_shapes
@@ -138,6 +142,8 @@ def restore_learner(name: str, learner: Learner, holdings: Holdings, checkpoint:
             for box in wanted_boxes(holdings.mine[shard.key], values, shard.start):
                 checkpoint.fill(box.values, f"{name}.{kind}.{box.name}", box.box)
         _set_state(shard, {kind: values.view_as(shard.main) for kind, values in moments.items()}, numbers["updates"])
+    learner.model.weights_changed()
+    _restore_scales(learner, numbers["fp8"])
     learner.num_updates = numbers["updates"]
     learner.num_skipped = numbers["skipped"]
     learner.skipped_in_a_row = numbers["skipped_in_a_row"]
@@ -154,9 +160,28 @@ def _set_state(shard: _Shard, moments: dict[str, torch.Tensor], updates: int) ->
             group["step"] = updates
 
 
-def learner_numbers(learner: Learner) -> dict[str, int]:
-    """Counters of a learner."""
+def _histories(learner: Learner) -> Iterator[tuple[str, History]]:
+    """Of delayed FP8 scaling on this rank, under names that hold for every layout; the same on a stage's ranks."""
+    for chunk in learner.model.chunks:
+        for layer in chunk.decoder.layers:
+            for name, state in named_states(layer):
+                if state.histories is not None:
+                    for operand in ("input", "weight", "gradient"):
+                        yield f"{layer.layer_number}.{name}.{operand}", vars(state.histories)[operand]
+
+
+def _restore_scales(learner: Learner, saved: Mapping[str, Sequence]) -> None:
+    for name, history in _histories(learner):
+        history.scale, history.largest = saved[name][0], list(saved[name][1])
+
+
+def learner_numbers(learner: Learner) -> dict[str, Any]:
+    """Counters of a learner, and the scales of delayed FP8 scaling. Collective over the world."""
+    scales: list[dict | None] = [None] * learner.model.groups.world_size
+    mine = {name: [history.scale, history.largest] for name, history in _histories(learner)}
+    dist.all_gather_object(scales, mine, group=learner.model.groups.world)
     return {
+        "fp8": {name: value for found in scales for name, value in found.items()},
         "updates": learner.num_updates,
         "skipped": learner.num_skipped,
         "skipped_in_a_row": learner.skipped_in_a_row,

@@ -119,11 +119,16 @@ def emulate(block: torch.nn.Module, settings: FP8, num_layers: int) -> None:
                     part._forward_impl = Emulated(settings)
 
 
+def named_states(module: torch.nn.Module) -> Iterator[tuple[str, State]]:
+    """Of every emulated linear below `module`, with its name there."""
+    for name, part in module.named_modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear) and isinstance(part._forward_impl, Emulated):
+            yield name, part._forward_impl.state
+
+
 def states(module: torch.nn.Module) -> Iterator[State]:
     """Of every emulated linear below `module`."""
-    for part in module.modules():
-        if isinstance(part, ColumnParallelLinear | RowParallelLinear) and isinstance(part._forward_impl, Emulated):
-            yield part._forward_impl.state
+    return (state for _, state in named_states(module))
 
 
 def forget_weights(chunks: Iterable[torch.nn.Module]) -> None:
