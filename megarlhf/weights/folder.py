@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from copy import copy
 from pathlib import Path
 
 import torch
@@ -50,7 +49,8 @@ class SafetensorsFolder:
 
     def renamed(self, names: Mapping[str, str]) -> "SafetensorsFolder":
         """The same folder with some tensors under other names: {new name: name in the files}."""
-        other = copy(self)
+        other = SafetensorsFolder.__new__(SafetensorsFolder)  # `copy` would open the files anew
+        other.__dict__ |= self.__dict__
         other._stored_as = {new: stored for new, stored in names.items() if new != stored}
         back = {stored: new for new, stored in other._stored_as.items()}
         other._file_of = {back.get(name, name): file for name, file in self._file_of.items()}
