@@ -87,7 +87,7 @@ def with_terms(
     entropy_coef    - entropy_coef * entropy
     """
     metrics = dict(metrics)
-    if settings.importance_cap > 0:
+    if settings.importance_cap:
         weight = _importance(tokens)
         capped = weight.clamp(max=settings.importance_cap)
         losses = losses * capped

@@ -34,7 +34,7 @@ _RANGES: dict[str, _Range] = {
     "dual_clip": (lambda value: value == 0 or value > 1, "more than 1, or 0 for none"),
     "loss_length": _NOT_NEGATIVE,
     "entropy_coef": _NOT_NEGATIVE,
-    "importance_cap": _NOT_NEGATIVE,
+    "importance_cap": (lambda value: value is None or value >= 0, "0 or more"),
     "value_clip": _NOT_NEGATIVE,
     "reward_clip": _NOT_NEGATIVE,
     "missing_eos_penalty": _NOT_NEGATIVE,

@@ -37,9 +37,9 @@ class PolicyGradient:
     """Tokens that a sequence counts for under loss_mean fixed_length (Dr. GRPO: rollout.max_new_tokens)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus: exact entropy per token, in nats, taken off the loss."""
-    importance_cap: float = 0.0
+    importance_cap: float | None = None
     """Truncated importance sampling between sampler and trainer: weights exp(logp_start - logp_rollout) up to this
-    cap; 0: off."""
+    cap; 0: off. Not given: 2 where they compute in different precision (actor.generate_fp8), else off."""
     whiten_advantages: Literal["batch", "minibatch", "none"] = "batch"
     """Over which tokens advantages are shifted and scaled to mean 0 and variance 1."""
     normalise_scores: Literal["none", "scale", "standardise"] = "none"

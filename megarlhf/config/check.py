@@ -66,6 +66,7 @@ RANGES = {
     "rollout.top_p": PROBABILITY,
     "rollout.max_slots": AT_LEAST_ONE,
     "rollout.extra_rounds": NOT_NEGATIVE,
+    "rollout.max_logp_gap": NOT_NEGATIVE,
     "actor.average_decay": DECAY,
     "reference.follow_rate": FRACTION,
     "pretraining.coef": NOT_NEGATIVE,

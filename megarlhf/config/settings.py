@@ -203,6 +203,10 @@ class Rollout:
     """Further tokens that end a response, besides the model's own end tokens."""
     max_slots: int = 64
     """Sequences decoded at once per data-parallel rank; a finished one's slot is refilled."""
+    max_logp_gap: float = 0.0
+    """Largest difference, in nats, that a sampled token's log-prob may have between sampler and trainer; 0: any."""
+    on_logp_gap: Literal["warn", "stop"] = "warn"
+    """What to do when a step exceeds it."""
     extra_rounds: int = 0
     """Dynamic sampling (DAPO): how many times more prompts are drawn in a step, in place of those whose responses all
     got the same score; 0: off."""

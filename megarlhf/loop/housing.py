@@ -42,7 +42,7 @@ def house_learner(residency: Residency, name: str, learner: Learner) -> None:
 
 def house_weights(residency: Residency, name: str, model: Model) -> None:
     """A model's weights; they go home."""
-    residency.add(Tenant(name, WEIGHTS), lambda: model.named_parameters().values())
+    residency.add(Tenant(name, WEIGHTS), lambda: model.named_parameters().values(), model.weights_changed)
     residency.guard(name, model.chunks)
     residency.rest()
 

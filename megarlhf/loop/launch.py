@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarlhf.config.algorithm_check import algorithm_warnings
+from megarlhf.config.filled import filled
 from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
 from megarlhf.errors import ConfigError
@@ -67,6 +68,7 @@ def run_training(
     from megarlhf.loop.showcase import ending, show
     from megarlhf.loop.stopping import Stopping
 
+    settings = filled(settings)
     folder, algorithm, world = Path(settings.run.dir), ALGORITHMS[command], dist.group.WORLD
     is_online = isinstance(settings, OnlineRun)
     stopping = stopping or Stopping()

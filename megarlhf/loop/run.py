@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.state import AlgorithmState
-from megarlhf.config.runs import AnyRun
+from megarlhf.config.runs import AnyRun, OnlineRun
 from megarlhf.engines.learner import Learner, Objective, Part, Update
 from megarlhf.engines.pipeline import group_units
+from megarlhf.loop.gap import watch_gap
 from megarlhf.loop.objectives import objective
 from megarlhf.loop.roles import Role
 from megarlhf.records.experience import Experience
@@ -151,6 +152,8 @@ class Run:
         if self.algorithm.credit is not None:
             batch, self.state, numbers = self.algorithm.credit(batch, self.settings.algorithm, self.state)
             self.metrics |= numbers
+            if isinstance(self.settings, OnlineRun):
+                watch_gap(self.settings.rollout, numbers, warns=dist.get_rank() == 0)
         if batch.entropy is not None and bool(batch.mask.any()):
             self.metrics["objective/entropy"] = float(batch.entropy[batch.mask].mean())
         return batch

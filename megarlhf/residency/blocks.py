@@ -35,11 +35,21 @@ class _Emptied:
 class Blocks:
     """The storages of a tenant's tensors."""
 
-    def __init__(self, name: str, tensors: Tensors, path: Path, *, is_checked: bool = False):
-        """`path`: file for what goes to disk. `is_checked`: what comes back is compared with what left."""
+    def __init__(
+        self,
+        name: str,
+        tensors: Tensors,
+        path: Path,
+        *,
+        on_leave: Callable[[], None] | None = None,
+        is_checked: bool = False,
+    ):
+        """`path`: file for what goes to disk. `on_leave` lets go of what was derived from the tensors. `is_checked`:
+        what comes back is compared with what left."""
         self.name = name
         self._tensors = tensors
         self._file = BytesFile(path)
+        self._on_leave = on_leave
         self._is_checked = is_checked
         self._is_stored = False  # the file says what the storages say, or said when they were emptied
         self._emptied: list[_Emptied] = []
@@ -61,6 +71,8 @@ class Blocks:
         A file whose contents are still true is not written again.
         """
         assert not self._emptied, f"{self.name} left before"
+        if self._on_leave is not None:
+            self._on_leave()
         found = storages(self._tensors())
         is_copied = place == "host" or (place == "disk" and not self._is_stored)
         copied = sum(storage.nbytes() for storage in found) if is_copied else 0

@@ -1,7 +1,7 @@
 """The one owner of what is where: stages are entered here, tenants are moved here, and all of it is written down."""
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -68,11 +68,12 @@ class Residency:
         if any(place != "device" for place in homes.values()):
             device.return_freed_memory()
 
-    def add(self, tenant: Tenant, tensors: Tensors) -> None:
-        """A tenant that is on the device now. `tensors()` are what it is made of whenever it leaves."""
+    def add(self, tenant: Tenant, tensors: Tensors, on_leave: Callable[[], None] | None = None) -> None:
+        """A tenant that is on the device now. `tensors()` are what it is made of whenever it leaves; `on_leave` lets go
+        of what was derived from them."""
         assert tenant not in self._places, f"{tenant} is here already"
         path = self._folder / f"{tenant}.bin"
-        self._blocks[tenant] = Blocks(str(tenant), tensors, path, is_checked=self._is_checked)
+        self._blocks[tenant] = Blocks(str(tenant), tensors, path, on_leave=on_leave, is_checked=self._is_checked)
         self._places[tenant] = "device"
         self._homes.setdefault(tenant, "device")
         self._last[tenant] = "building"

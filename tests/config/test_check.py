@@ -177,3 +177,16 @@ def test_the_launch_command_is_told_beside_every_other_error():
 def test_a_seed_has_63_bits(plain):
     assert violations(settings(f"--run.seed {2**63 - 1}")) == []
     assert violations(settings(f"--run.seed {2**63}"))[0].startswith("run.seed: 9223372036854775808 is out of range")
+
+
+def test_fp8_needs_layers_that_can_and_layers_a_recipe():
+    from megarlhf.config.precision import FP8, precision_violations
+
+    assert precision_violations("local", {"actor.fp8": FP8()}, "actor") == []
+    assert precision_violations("emulated_fp8", {"actor.fp8": FP8("mxfp8")}, "actor") == []
+    (line,) = precision_violations("local", {"actor.fp8": FP8("blockwise")}, "actor")
+    assert line.startswith("actor.fp8.recipe: blockwise needs FP8 linears, and actor.layers is local")
+    (line,) = precision_violations("emulated_fp8", {"actor.fp8": FP8()}, "actor")
+    assert line.startswith("actor.layers: emulated_fp8 needs a recipe")
+    (line,) = precision_violations("emulated_fp8", {"actor.fp8": FP8("delayed", amax_history=0)}, "actor")
+    assert line == "actor.fp8.amax_history: 0 is out of range; choose 1 or more"
