@@ -21,7 +21,7 @@ from megarlhf.checkpoints.shards import NamedBox
 from megarlhf.errors import CheckpointError
 from megarlhf.weights.agree import raise_together
 from megarlhf.weights.partial import partial_of
-from megarlhf.weights.torch_dist import METADATA_NAME, Block, TorchDistFolder, write_blocks, write_table
+from megarlhf.weights.torch_dist import METADATA_NAME, Block, TorchDistFolder, aligned, write_table
 
 STATE_NAME = "state.json"
 _FORMAT = {
@@ -99,8 +99,7 @@ class PendingSave:
                 f"{file.parent}: made by the first rank, not seen by this one; run.dir must be on a file system that "
                 "all machines share"
             )
-        blocks = write_blocks(file, ((box.name, box.box, box.values) for box in self._content.boxes))
-        return _Written(blocks, record_of(file))
+        return _Written(_write_boxes(file, self._content.boxes), record_of(file))
 
     def _complete(self, everyone: Sequence[_Written]) -> None:
         partial = partial_of(self.folder)
@@ -119,6 +118,21 @@ class PendingSave:
             shutil.rmtree(self.folder)
         partial.rename(self.folder)
         _to_disk(self.folder.parent)
+
+
+def _write_boxes(path: Path, boxes: Sequence[NamedBox]) -> list[Block]:
+    """One `.distcp` file, down to the disk."""
+    written = []
+    with path.open("wb") as stream:
+        for box in boxes:
+            stream.write(b"\0" * (aligned(stream.tell()) - stream.tell()))
+            offset = stream.tell()
+            torch.save(box.values, stream)
+            length = stream.tell() - offset
+            written.append(Block(box.name, box.box, path.name, offset, length, box.values.dtype))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
 
 
 def _require_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

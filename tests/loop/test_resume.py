@@ -12,6 +12,7 @@ from megarlhf.config.algorithms import DPO, GRPO, PPO
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
+from megarlhf.config.precision import FP8
 from megarlhf.config.runs import DPORun, GRPORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import (
     Actor,
@@ -23,6 +24,7 @@ from megarlhf.config.settings import (
     Pretraining,
     Reference,
     Reward,
+    RewardTrainee,
     Rollout,
     Run,
     Trainee,
@@ -113,7 +115,9 @@ def dpo(toy: Path, folder: Path) -> DPORun:
 
 
 def rm(toy: Path, folder: Path) -> RewardModelRun:
-    reward = Trainee(model=str(toy / "actor"), train=Layout(tp=2), optimizer=FAST, dtype="bfloat16")
+    reward = RewardTrainee(
+        model=str(toy / "actor"), train=Layout(tp=2), optimizer=FAST, dtype="bfloat16", fp8=FP8(recipe="delayed")
+    )
     return RewardModelRun(reward=reward, **offline(toy, folder, "pairs.jsonl"))
 
 
