@@ -19,7 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 def launch(command: str, argv: Sequence[str]) -> int:
-    """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError."""
+    """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError.
+
+    With --dry-run nothing is loaded, joined or written: the plan of the run is printed instead (see `planner`).
+    """
+    if "--dry-run" in argv or "--dry_run" in argv:
+        return _dry_run(command, [word for word in argv if word not in ("--dry-run", "--dry_run")])
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     settings, violations = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
     folder = Path(settings.run.dir)
@@ -39,6 +44,16 @@ def launch(command: str, argv: Sequence[str]) -> int:
     run_training(command, settings, rank, world_size, as_json=as_json, stopping=stopping)
     device.leave_world()
     return 0
+
+
+def _dry_run(command: str, argv: Sequence[str]) -> int:
+    """Prints the plan on the first rank; `--ranks N` plans for another number than was launched."""
+    from megarlhf.device.world import place_in_world
+    from megarlhf.loop.planner.command import dry_run, take_options
+
+    options, words = take_options(argv)
+    rank, world_size, _ = place_in_world()
+    return dry_run(command, words, options, world_size) if rank == 0 else 0
 
 
 def run_training(

@@ -5,15 +5,16 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.runs import AnyRun, OfflineRun, OnlineRun, RewardModelRun, SFTRun
+from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Reference, Reward
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
+from megarlhf.loop.model_rules import head_violations, offline_length_violations, online_length_violations
 from megarlhf.loop.remote import address_violations
 from megarlhf.loop.resuming import folder_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
-from megarlhf.models.score_config import label_names, score_rule, weight_violations
+from megarlhf.models.score_config import score_rule, weight_violations
 from megarlhf.rewards.remote import read_token
 from megarlhf.rewards.sources import check_spec
 
@@ -31,43 +32,19 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
     for name, architecture in models.items():
-        found += _head_violations(cast[name], architecture)
+        found += head_violations(cast[name], architecture)
     if isinstance(settings, OnlineRun):
         if "reward" in models:
             found += _score_violations(settings.reward, models["reward"])
-        found += _online_length_violations(settings, models)
+        found += online_length_violations(settings, models)
         found += _reward_violations(settings)
         found += [line for role in cast.values() for line in _scaling_violations(role)]
         found += _missing_file("data.prompts", settings.data.prompts, "a JSONL file of prompts")
     else:
-        found += _offline_length_violations(settings, models)
+        found += offline_length_violations(settings, models)
     if not isinstance(settings, SFTRun | RewardModelRun):
         found += _reference_violations(settings.reference, models)
     return list(dict.fromkeys(found))
-
-
-def _head_violations(role: Role, architecture: Architecture) -> list[str]:
-    if role.head == "vocabulary" and architecture.num_labels:
-        return [f"actor.model: {role.folder} has a score head, it cannot generate; give a causal language model"]
-    if role.head == "vocabulary" or role.has_new_head(architecture):
-        return []
-    if not architecture.num_labels:
-        remedy = "give a SequenceClassification model"
-        remedy += f", or set {role.name}.new_head to if_missing" if role.is_trained else ""
-        return [f"{role.name}.model: {role.folder} is a language model without a score head; {remedy}"]
-    return _label_violations(role, architecture) if role.is_trained else []
-
-
-def _label_violations(role: Role, architecture: Architecture) -> list[str]:
-    """A head that is trained further keeps its labels."""
-    names, wanted = label_names(architecture), role.labels
-    if len(names) == max(1, len(wanted)) and (not wanted or not architecture.labels or names == wanted):
-        return []
-    asked = f"algorithm.attributes {', '.join(wanted)}" if wanted else "one score"
-    return [
-        f"{role.name}.model: the score head of {role.folder} has the labels {', '.join(names)}, not {asked}; set "
-        f"{role.name}.new_head to always to start from its body with a new head, or give another model"
-    ]
 
 
 def _score_violations(settings: Reward, architecture: Architecture) -> list[str]:
@@ -133,17 +110,6 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
     return found
 
 
-def _online_length_violations(settings: OnlineRun, models: dict[str, Architecture]) -> list[str]:
-    longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
-    return [
-        f"{name}.model: sequences of up to {longest} tokens (data.max_prompt_tokens {settings.data.max_prompt_tokens} "
-        f"+ rollout.max_new_tokens {settings.rollout.max_new_tokens}) exceed its {model.max_positions} positions; "
-        "lower one"
-        for name, model in models.items()
-        if name != "generator" and longest > model.max_positions
-    ]
-
-
 def _reward_violations(settings: OnlineRun) -> list[str]:
     found: list[str] = []
     checks = [partial(check_spec, spec) for spec in settings.reward.functions]
@@ -153,15 +119,6 @@ def _reward_violations(settings: OnlineRun) -> list[str]:
         except ConfigError as problem:
             found += problem.violations
     return found
-
-
-def _offline_length_violations(settings: OfflineRun, models: dict[str, Architecture]) -> list[str]:
-    return [
-        f"data.max_tokens: {settings.data.max_tokens} exceeds the {model.max_positions} positions of {name}.model; "
-        f"choose {model.max_positions} or less"
-        for name, model in models.items()
-        if settings.data.max_tokens > model.max_positions
-    ]
 
 
 def _missing_file(setting: str, path: str, wanted: str) -> list[str]:

@@ -157,6 +157,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def label_names(architecture: Architecture) -> tuple[str, ...]:
+    """The labels of a reward model in the order of its head's rows; transformers' names for those without."""
+    return architecture.labels or tuple(f"LABEL_{place}" for place in range(max(1, architecture.num_labels)))
+
+
 def padded_vocab(architecture: Architecture, layout: Layout) -> int:
     """Vocabulary rows over all tensor ranks: the true size rounded up to a multiple of tp."""
     return -(-architecture.vocab_size // layout.tp) * layout.tp
@@ -180,6 +185,17 @@ def _piece_sizes(num_layers: int, layout: Layout) -> list[int]:
     share, left_over = divmod(num_layers - first - last, max(num_sharing, 1))
     sizes = [share + (index < left_over) for index in range(num_sharing)]
     return [first] * bool(first) + sizes + [last] * bool(last)
+
+
+def kv_cache_shape(
+    architecture: Architecture, layout: Layout, pp_rank: int, num_slots: int, capacity: int
+) -> tuple[int, int, int, int, int, int]:
+    """Keys and values of a stage's sequences in flight, [layers, 2, slots, kv_groups/tp, capacity, head_dim] on a rank.
+
+    A tensor rank has at least one group. `capacity`: tokens of the longest sequence.
+    """
+    layers, groups = len(stage_layers(architecture, layout, pp_rank)), max(architecture.num_kv_groups // layout.tp, 1)
+    return layers, 2, num_slots, groups, capacity, architecture.head_dim
 
 
 def layout_violations(architecture: Architecture, layout: Layout, setting: str) -> list[str]:

@@ -25,7 +25,7 @@ from megarlhf.config.lora import LoRA, lora_violations
 from megarlhf.errors import ConfigError
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
-from megarlhf.models.names import Cut, Weight, module_of, row_sources, stage_weights
+from megarlhf.models.names import Cut, Weight, adapted, row_sources, stage_weights
 from megarlhf.records.seeds import derive_seed
 
 Key = tuple[int, str]
@@ -105,12 +105,6 @@ class Adapter(torch.nn.Module):
     def merged(self, weight: Tensor) -> Tensor:
         """weight + (alpha / rank) B A in a new tensor of its dtype [rows, columns]; added up in float32."""
         return (weight.float() + self.scale * (self.spread().float() @ self.a.float())).to(weight.dtype)
-
-
-def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
-    """Of the tensors that a weight is made of, those that get an adapter."""
-    is_linear = weight.is_matrix and weight.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
-    return tuple(name for name in weight.hf if module_of(name) in lora.targets) if is_linear else ()
 
 
 def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:

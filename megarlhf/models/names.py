@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Literal
 
 from megarlhf.config.layout import Layout
+from megarlhf.config.lora import LoRA
 from megarlhf.models.architecture import Architecture, stage_layers
 from megarlhf.models.head_styles import BIAS
 
@@ -136,3 +137,9 @@ def row_sources(weight: Weight, architecture: Architecture, tp: int, rank: int) 
 def module_of(hf_name: str) -> str:
     """Name of the module that a tensor belongs to, as PEFT's target_modules spells it: q_proj of ...q_proj.weight."""
     return hf_name.split(".")[-2]
+
+
+def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
+    """Of the tensors that a weight is made of, those that get an adapter."""
+    is_linear = weight.is_matrix and weight.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
+    return tuple(name for name in weight.hf if module_of(name) in lora.targets) if is_linear else ()

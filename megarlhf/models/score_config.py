@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.errors import CheckpointError
-from megarlhf.models.architecture import Architecture, read_config
+from megarlhf.models.architecture import Architecture, label_names, read_config
 from megarlhf.models.head_styles import POOLING_KEY
 
 MEAN_KEY, STD_KEY = "megarlhf_score_mean", "megarlhf_score_std"
@@ -62,11 +62,6 @@ def score_rule(folder: str | Path, weights: Sequence[float], *, normalise: bool)
     where, num_labels = str(Path(folder) / "config.json"), max(1, Architecture.from_folder(folder).num_labels)
     statistics = score_statistics(read_config(folder), num_labels, where) if normalise else None
     return ScoreRule(tuple(weights) or (1.0,), statistics)
-
-
-def label_names(architecture: Architecture) -> tuple[str, ...]:
-    """The labels of a reward model in the order of its head's rows; transformers' names for those without."""
-    return architecture.labels or tuple(f"LABEL_{place}" for place in range(max(1, architecture.num_labels)))
 
 
 def weight_violations(architecture: Architecture, weights: Sequence[float], setting: str, folder: str) -> list[str]:

@@ -18,8 +18,8 @@ from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.head_styles import is_value_head
-from megarlhf.models.lora import adapted, adapter_parameters, base_parameters
-from megarlhf.models.names import Head, Weight, stage_weights
+from megarlhf.models.lora import adapter_parameters, base_parameters
+from megarlhf.models.names import Head, Weight, adapted, stage_weights
 from megarlhf.parallel.grid import Coordinates, Grid
 from megarlhf.weights.agree import raise_together
 from megarlhf.weights.boxes import LocalTensor, Piece, num_elements, slices, whole

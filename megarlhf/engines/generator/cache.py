@@ -6,6 +6,7 @@ slot that is vacated is filled from the last active one.
 
 import torch
 
+from megarlhf.models.architecture import kv_cache_shape
 from megarlhf.models.build import Model
 
 
@@ -14,13 +15,8 @@ class Cache:
 
     def __init__(self, model: Model, num_slots: int, capacity: int):
         """`capacity`: tokens of the longest sequence. Memory is zeroed: masked positions must still be finite."""
-        (chunk,) = model.chunks
-        parameter = next(chunk.parameters())
-        layers = chunk.decoder.layers
-        attention = layers[0].self_attention if len(layers) else None
-        groups = attention.num_query_groups_per_partition if attention else 1
-        head_dim = attention.hidden_size_per_attention_head if attention else 1
-        shape = (len(layers), 2, num_slots, groups, capacity, head_dim)
+        groups, parameter = model.groups, next(model.chunks[0].parameters())
+        shape = kv_cache_shape(model.architecture, groups.layout, groups.coordinates.pp, num_slots, capacity)
         self.blocks = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
     @property

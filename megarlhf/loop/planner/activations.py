@@ -1,0 +1,176 @@
+"""Bytes that the backward pass keeps, and what the heads need beside them: of one pipeline stage of one rank.
+
+Counted tensor by tensor from the modules that are run (models/, megatron-core's local spec), with N tokens a
+micro-batch, n = N/tp with sequence parallelism else N, and columns of a tensor rank: Q of queries, K of keys (and of
+values), F of the feed-forward. Of a layer's tensors these live until its backward pass, in the model's precision:
+
+    norms           2 n H        their inputs, which are the residual stream
+    linear inputs   2 n H        of query/key/value and of gate/up (sequence parallelism gathers them again)
+    attention       N (Q + 2K)   the fused projection, of which the values are a view
+                    N (3Q + K)   rotated queries and keys, attention's output, the input of its projection
+                    4 N D        cosines and sines, for queries and for keys
+    feed-forward    4 N F        gate and up (2 F), silu(gate), the product
+
+and a few float32 numbers a token. The way of counting is that of Korthikanti et al. (arXiv:2205.05198, section 4); the
+terms are ours, because attention is fused, the feed-forward gated and dropout off. On a CPU torch does not fuse the
+norm: it keeps a float32 copy of the input and the normed input instead.
+"""
+
+from dataclasses import dataclass
+
+from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.models.architecture import padded_vocab, stage_layers
+from megarlhf.weights.transfers import ITEM_BYTES
+
+LOGIT_CHUNK = 1024
+"""Positions whose logits exist at once (`parallel.logprob.CHUNK_TOKENS`)."""
+LOGIT_COPIES = 5
+"""float32 copies of a chunk of logits at the worst moment of its backward pass, with entropy: logits, probabilities,
+distance to the mean, its product with the gradient, the sum."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What goes through a model in one micro-batch, at most."""
+
+    tokens: int
+    """N."""
+    predicted: int
+    """Positions that a head is applied to, M."""
+    micro_batches: int = 1
+    """Of one optimizer step, on one data-parallel rank."""
+    longest: int = 0
+    """Tokens of the longest row (matters for sliding windows only)."""
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """What one stage of a trained model holds at the worst moment of an update."""
+
+    kept: int
+    """By autograd, for all micro-batches in flight: what torch's saved-tensor hooks see."""
+    recomputed: int
+    """One layer's, while its backward pass runs, on top of `kept`."""
+    boundary: int
+    """Outputs that were sent to the next stage and wait for their gradient."""
+    head: int
+    """Chunks of logits, the head's float32 gradient."""
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.recomputed + self.boundary + self.head
+
+
+def stage_activations(model: PlannedModel, pp_rank: int, load: Load, *, fused_norms: bool = True) -> StageActivations:
+    """The stage at pipeline rank `pp_rank` in an update. `fused_norms`: as on a GPU."""
+    pieces = _Layer(model, load, fused_norms)
+    layers = [len(stage_layers(model.architecture, model.layout, pp_rank, chunk)) for chunk in range(model.layout.vp)]
+    per_chunk = max(layers) * pieces.kept + _once(model, load)
+    is_last = pp_rank == model.layout.pp - 1
+    in_flight = chunks_in_flight(model, pp_rank, load.micro_batches)
+    return StageActivations(
+        kept=in_flight * per_chunk + (_last_stage(model, load, pieces) if is_last else 0),
+        recomputed=pieces.recomputed if max(layers) else 0,
+        boundary=0 if is_last else in_flight * pieces.residual,
+        head=head_bytes(model, load) if is_last else 0,
+    )
+
+
+def chunks_in_flight(model: PlannedModel, pp_rank: int, micro_batches: int) -> int:
+    """Micro-batches, times model chunks, whose forward pass is done before the first backward pass ends (1F1B)."""
+    pp, vp = model.layout.pp, model.layout.vp
+    if vp == 1:
+        return min(pp - pp_rank, micro_batches)
+    warm_up = (pp - pp_rank - 1) * 2 + (vp - 1) * pp
+    return min(warm_up + 1, micro_batches * vp)
+
+
+def head_bytes(model: PlannedModel, load: Load) -> int:
+    """Beside the kept: chunks of logits, and the vocabulary head's gradient before it is added to the buffer."""
+    if model.head == "value":
+        return 0
+    item, rows = ITEM_BYTES[model.dtype], padded_vocab(model.architecture, model.layout) // model.layout.tp
+    chunk = min(LOGIT_CHUNK, load.predicted) * rows
+    gradient = 0 if model.lora.rank else rows * model.architecture.hidden_size * (4 + item)
+    return chunk * 4 * LOGIT_COPIES + gradient
+
+
+def forward_bytes(model: PlannedModel, load: Load) -> int:
+    """The most that a pass without gradients holds at once: a layer's feed-forward, or a chunk of logits."""
+    pieces, rows = _Layer(model, load, True), padded_vocab(model.architecture, model.layout) // model.layout.tp
+    logits = 0 if model.head == "value" else 3 * 4 * min(LOGIT_CHUNK, load.predicted) * rows
+    return 2 * pieces.residual + max(pieces.feed_forward, logits)
+
+
+class _Layer:
+    """Bytes of one layer and micro-batch."""
+
+    def __init__(self, model: PlannedModel, load: Load, fused_norms: bool):
+        architecture, layout, item = model.architecture, model.layout, ITEM_BYTES[model.dtype]
+        tokens, width = load.tokens, architecture.hidden_size
+        share = tokens // layout.tp if layout.sp else tokens
+        size, heads = architecture.head_dim, architecture.num_heads // layout.tp
+        groups = max(architecture.num_kv_groups // layout.tp, 1)
+        query, key = heads * size, groups * size
+        # More tensor ranks than groups: the whole projection is gathered, and the values are a view of that.
+        is_gathered = layout.tp > architecture.num_kv_groups
+        fused = (architecture.num_heads + 2 * architecture.num_kv_groups) * size if is_gathered else query + 2 * key
+        self.residual = share * width * item
+        norm = _norm(share, width, item, fused_norms)
+        attention = tokens * item * (fused + 3 * query + key + 4 * size) + 4 * tokens * heads
+        if architecture.qk_norm:
+            attention += _norm(tokens * heads, size, item, fused_norms)
+            attention += 4 * tokens * groups if fused_norms else _norm(tokens * groups, size, item, fused_norms)
+            attention -= 0 if fused_norms or item < 4 else tokens * key * item  # in float32 the input is the projection
+        attention += _unfused(model, load, query, key)
+        self.feed_forward = 4 * tokens * item * architecture.ffn_hidden_size // layout.tp
+        adapters = _adapters(model, tokens) * item
+        dropout = 2 * share * width if model.dropout else 0
+        norms = 2 * architecture.pre_norms + 2 * architecture.post_norms
+        everything = norms * norm + 2 * self.residual + attention + self.feed_forward + adapters + dropout
+        self.norm = norm
+        if model.recompute == "none":
+            self.kept, self.recomputed = everything, 0
+        elif model.recompute == "selective":
+            self.kept, self.recomputed = everything - self.feed_forward, self.feed_forward
+        else:
+            self.kept, self.recomputed = self.residual, everything
+
+
+def _unfused(model: PlannedModel, load: Load, query: int, key: int) -> int:
+    """What attention keeps beyond its inputs where torch has no fused kernel for it, on average over the layers.
+
+    Windows that are shorter than a row: keys and values repeated for each head. Capped scores: those, and the scores
+    before and after the cap and the softmax, once in float32.
+    """
+    architecture, item = model.architecture, ITEM_BYTES[model.dtype]
+    is_capped = architecture.attention_softcap is not None
+    windows = architecture.windows or (None,) * architecture.num_layers
+    masked = [window for window in windows if is_capped or (window is not None and load.longest > window)]
+    repeated = 2 * load.tokens * query * item if query != key else 0
+    heads = architecture.num_heads // model.layout.tp
+    seen = [min(load.longest, window or load.longest) for window in masked]
+    scores = sum(load.tokens * heads * reach * (2 * item + 4) for reach in seen) if is_capped else 0
+    return (len(masked) * repeated + scores) // architecture.num_layers
+
+
+def _norm(rows: int, width: int, item: int, is_fused: bool) -> int:
+    """Kept by an RMSNorm of [rows, width]: its input and a float32 number a row; unfused, two float32 tensors."""
+    return rows * width * (item if is_fused else 8) + 4 * rows
+
+
+def _once(model: PlannedModel, load: Load) -> int:
+    """Kept once a micro-batch and chunk: token ids, or the angles that recomputed layers are given."""
+    sizes = len(model.architecture.ropes) * model.architecture.head_dim
+    return 8 * load.tokens + (4 * load.tokens * sizes if model.recompute == "full" else 0)
+
+
+def _last_stage(model: PlannedModel, load: Load, layer: _Layer) -> int:
+    """The final norm, the hidden states that the head reads, and a few numbers a position."""
+    item = ITEM_BYTES[model.dtype] if model.head == "vocabulary" else 4
+    return layer.norm + load.predicted * (model.architecture.hidden_size * item + 24)
+
+
+def _adapters(model: PlannedModel, tokens: int) -> int:
+    """Elements that a layer's adapters keep beside their linears' inputs: A x of each projection, r numbers a token."""
+    return tokens * model.lora.rank * len(model.lora.targets) if model.lora.rank else 0

@@ -1,0 +1,45 @@
+"""Bytes of the generator: keys and values of the sequences in flight, and what a rollout works with beside them."""
+
+import math
+
+from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.loop.planner.sizes import rank_parameters
+from megarlhf.loop.planner.workload import Workload
+from megarlhf.models.architecture import kv_cache_shape, padded_vocab
+from megarlhf.parallel.grid import Coordinates
+from megarlhf.weights.transfers import ITEM_BYTES
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens, padded, of one prefill (`engines.generator.Generator`)."""
+CHOICE_COPIES = 4
+"""float32 copies of the logits while a token is chosen: as the head gives them, divided, noise, their sum."""
+
+
+def cache_bytes(model: PlannedModel, pp_rank: int, num_slots: int, capacity: int) -> int:
+    """The cache of one stage, of `num_slots` sequences of at most `capacity` tokens (engines/generator/cache.py)."""
+    shape = kv_cache_shape(model.architecture, model.layout, pp_rank, num_slots, capacity)
+    return math.prod(shape) * ITEM_BYTES[model.dtype]
+
+
+def rollout_bytes(model: PlannedModel, pp_rank: int, work: Workload, dp: int) -> int:
+    """Most that a rollout holds beside weights and cache: prefilled prompts, twice while stacked; or logits."""
+    slots, rows = work.slots(dp), padded_vocab(model.architecture, model.layout) // model.layout.tp
+    num_prompts = max(1, min(PREFILL_TOKENS // max(work.prompt, 1), math.ceil(work.num_prompts / dp)))
+    prefilled = 2 * cache_bytes(model, pp_rank, num_prompts, work.prompt)
+    choosing = CHOICE_COPIES * 4 * slots * rows if pp_rank == model.layout.pp - 1 else 0
+    return max(prefilled, choosing)
+
+
+def packed_bytes(model: PlannedModel, at: Coordinates) -> int:
+    """The copy of the linears' weights that a CPU multiplies faster with (engines/generator/steps.py)."""
+    linears = (
+        "linear_qkv.weight",
+        "linear_proj.weight",
+        "linear_fc1.weight",
+        "linear_fc2.weight",
+        "output_layer.weight",
+    )
+    (chunk,) = rank_parameters(model, at)
+    is_tied_here = model.architecture.tied and model.layout.pp == 1
+    names = (*linears, "word_embeddings.weight") if is_tied_here else linears
+    return sum(one.num_bytes for one in chunk if one.name.endswith(names))

@@ -1,0 +1,161 @@
+"""From words on a command line to a plan on the terminal: `megarlhf plan`, and `--dry-run` of training commands."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarlhf.config.check import ranks_needed
+from megarlhf.config.check import violations as setting_violations
+from megarlhf.config.load import file_and_flags, load_leniently
+from megarlhf.config.runs import COMMANDS, AnyRun
+from megarlhf.errors import ConfigError
+from megarlhf.loop.planner import report
+from megarlhf.loop.planner.gpus import GPUS, gpu_named
+from megarlhf.loop.planner.plan import RESERVE_GIB, Plan, Question, make_plan
+from megarlhf.loop.planner.search import search, search_text
+from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED
+
+FLAGS = {
+    "--ranks": "ranks to plan for (default: the fewest that hold whole copies of all models)",
+    "--gpu": f"kind of GPU, one of {', '.join(GPUS)} (default h100)",
+    "--memory-gib": "memory of a rank (default: the GPU's)",
+    "--reserve-gib": f"what is kept free of it (default {RESERVE_GIB:g}; 0 for cpu)",
+    "--architectures": "folder of NAME.json files for models that are not here (default: architectures/ by the recipe)",
+}
+SWITCHES = {
+    "--search": "rank other layouts that fit",
+    "--reshard": "all about moving the actor's weights to the generation layout, rank by rank, validated",
+    "--links": "with --reshard: bytes of every pair of ranks",
+    "--json": "plain values instead of text",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of the planner, beside the settings."""
+
+    values: dict[str, str]
+    switches: frozenset[str]
+
+    def number(self, flag: str, default: float, least: float) -> float:
+        """A flag's number. Raises ConfigError."""
+        text = self.values.get(flag, str(default))
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < float("inf"):
+            raise ConfigError(f"{flag} {text}: give a number of at least {least:g}")
+        return value
+
+
+def take_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The planner's flags, and the other words, which are settings. Raises ConfigError for a flag without its value."""
+    values, switches, others, words = {}, set(), [], list(argv)
+    while words:
+        word, _, value = words.pop(0).partition("=")
+        flag = "--" + word[2:].replace("_", "-")
+        if word.startswith("--") and flag in SWITCHES and not value:
+            switches.add(flag)
+        elif word.startswith("--") and flag in FLAGS:
+            if not value and (not words or words[0].startswith("--")):
+                raise ConfigError(f"{flag}: expected a value: {FLAGS[flag]}")
+            values[flag] = value or words.pop(0)
+        else:
+            others.append(f"{word}={value}" if value else word)
+    return Options(values, frozenset(switches)), others
+
+
+def usage() -> str:
+    """The help of `megarlhf plan`."""
+    width = max(map(len, (*FLAGS, *SWITCHES)))
+    lines = [f"  {flag:{width}}  {words}" for flag, words in (FLAGS | SWITCHES).items()]
+    return "\n".join(
+        [
+            "usage: megarlhf plan [COMMAND] FILE.yaml [--flags] [--dotted.settings]",
+            "",
+            *lines,
+            "",
+            "COMMAND is the training command that FILE.yaml is for; needed where several would take the file.",
+            "Exit codes: 0 fits, 1 does not fit, 2 the settings break a rule.",
+        ]
+    )
+
+
+def plan_command(argv: Sequence[str]) -> int:
+    """`megarlhf plan ...`: prints the plan and returns the exit code. Raises ConfigError."""
+    options, words = take_options(argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return DONE if words else BAD_INPUT
+    command = words.pop(0) if words[0] in COMMANDS else command_of(words)
+    return dry_run(command, words, options)
+
+
+def dry_run(command: str, words: Sequence[str], options: Options, world_size: int = 1) -> int:
+    """Prints the plan of a training command; `world_size` is that of the launch. Raises ConfigError."""
+    file, flags = file_and_flags(words)
+    settings, found = load_leniently(COMMANDS[command], file, flags, prog=f"megarlhf {command}")
+    if found:
+        raise ConfigError(found)
+    question = question_of(command, settings, options, file, world_size)
+    if "--search" in options.switches:
+        found = search(question)
+        print(json.dumps(found.as_dict(), indent=1) if "--json" in options.switches else search_text(found))
+        return DONE if found.choices else FAILED
+    plan = make_plan(question)
+    print(_shown(plan, options))
+    if plan.violations:
+        return BAD_INPUT
+    return DONE if plan.fits else FAILED
+
+
+def question_of(command: str, settings: AnyRun, options: Options, file: str | None, world_size: int = 1) -> Question:
+    """What is asked, with the defaults filled in. Raises ConfigError."""
+    gpu = gpu_named(options.values.get("--gpu", "h100"))
+    ranks = options.number("--ranks", world_size, least=1)
+    if "--ranks" not in options.values and world_size == 1 and not setting_violations(settings):
+        ranks = ranks_needed(settings)
+    if ranks != int(ranks):
+        raise ConfigError(f"--ranks {ranks}: give a whole number")
+    beside = Path(file).parent if file else Path()
+    return Question(
+        command=command,
+        settings=settings,
+        world_size=int(ranks),
+        gpu=gpu,
+        memory_gib=options.number("--memory-gib", gpu.memory_gib, least=0.001),
+        architectures=Path(options.values.get("--architectures", beside / "architectures")),
+        reserve_gib=options.number("--reserve-gib", 0 if gpu.name == "cpu" else RESERVE_GIB, least=0),
+        validate="--reshard" in options.switches,
+    )
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The one training command that takes these settings. Raises ConfigError when none or several do."""
+    file, flags = file_and_flags(words)
+    wrong = {name: load_leniently(cls, file, flags)[1] for name, cls in COMMANDS.items()}
+    able = [name for name, found in wrong.items() if not found]
+    if len(able) == 1:
+        return able[0]
+    if able:
+        raise ConfigError(
+            f"{file or 'plan'}: settings that {', '.join(able)} take alike; say which: megarlhf plan {able[0]} "
+            f"{file or 'FILE.yaml'}"
+        )
+    raise ConfigError(min(wrong.values(), key=len))
+
+
+def _shown(plan: Plan, options: Options) -> str:
+    as_json, is_reshard = "--json" in options.switches, "--reshard" in options.switches
+    if not is_reshard or plan.violations:
+        return json.dumps(report.as_dict(plan), indent=1) if as_json else report.text(plan)
+    if plan.reshard is None:
+        raise ConfigError(
+            f"--reshard: megarlhf {plan.question.command} moves no weights between layouts with these settings"
+        )
+    if as_json:
+        return json.dumps(report.reshard_dict(plan.reshard), indent=1)
+    parts = [report.reshard_text(plan.reshard, plan.question.gpu.gpus_per_node)]
+    return "\n\n".join([*parts, report.links_text(plan.reshard)] if "--links" in options.switches else parts)

@@ -1,0 +1,69 @@
+"""What a GPU can do at best, and what of that programs reach: the numbers behind estimates of time.
+
+Peaks are dense, from NVIDIA's data sheets; a link's bandwidth is that of one direction. The network is the usual one of
+the GPU's HGX or DGX servers: one InfiniBand port a GPU. Shares of the peaks are what published training runs and
+serving benchmarks reach, not measurements of this program, which has not been timed on GPUs: hence a range.
+"""
+
+from dataclasses import dataclass
+
+from megarlhf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU and its surroundings."""
+
+    name: str
+    memory_gib: float
+    flops: float
+    """bfloat16 with float32 accumulation, a second."""
+    float32_flops: float
+    memory_bandwidth: float
+    """Bytes a second."""
+    node_bandwidth: float
+    """Bytes a second, one direction, to the GPUs of the same node (NVLink)."""
+    network_bandwidth: float
+    """Bytes a second, one direction, to other nodes."""
+    gpus_per_node: int
+    source: str
+    fuses_norms: bool = True
+    """torch's RMSNorm is one kernel, which keeps its input only."""
+    launch_s: float = 8e-6
+    """A kernel that is launched from Python, when it is too small to hide that."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a GPU's peaks."""
+
+    compute: float
+    memory: float
+    links: float
+
+
+LIKELY = Efficiency(compute=0.40, memory=0.65, links=0.65)
+BEST = Efficiency(compute=0.55, memory=0.85, links=0.85)
+WORST = Efficiency(compute=0.25, memory=0.45, links=0.40)
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("a100-40", 40, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8, "NVIDIA A100 data sheet; HDR InfiniBand"),
+        GPU("a100", 80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand"),
+        GPU("h100", 80, 989e12, 67e12, 3.35e12, 450e9, 50e9, 8, "NVIDIA H100 SXM data sheet; NDR InfiniBand"),
+        GPU("h200", 141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 8, "NVIDIA H200 SXM data sheet; NDR InfiniBand"),
+        GPU("b200", 180, 2250e12, 80e12, 8.0e12, 900e9, 50e9, 8, "NVIDIA HGX B200 data sheet; NDR InfiniBand"),
+        GPU(
+            "cpu", 16, 50e9, 50e9, 10e9, 2e9, 1e9, 1, "one core, rough figures; every rank a core of one machine",
+            fuses_norms=False, launch_s=1e-5,
+        ),
+    )
+}  # fmt: skip
+
+
+def gpu_named(name: str) -> GPU:
+    """Raises ConfigError for a GPU that is not in the table."""
+    if name not in GPUS:
+        raise ConfigError(f"--gpu {name}: is not in the table; choose one of {', '.join(GPUS)}")
+    return GPUS[name]

@@ -1,0 +1,112 @@
+"""The models of a run as the planner sees them: sizes from config.json, or from an architecture file beside the recipe.
+
+A model that has not been downloaded is looked up by the last part of its folder's name: FOLDER.json in `architectures/`
+next to the recipe, which is a config.json with one field more, `_source`, that says where its numbers come from.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megarlhf.config.layout import Layout
+from megarlhf.config.lora import LoRA
+from megarlhf.config.runs import AnyRun
+from megarlhf.config.settings import Precision, Recompute
+from megarlhf.errors import CheckpointError
+from megarlhf.loop.roles import Role, attempt, roles
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.names import Head
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One model of a run, as it would be built."""
+
+    name: str
+    architecture: Architecture
+    layout: Layout
+    head: Head
+    dtype: Precision
+    setting: str
+    """Its layout's setting as the user types it."""
+    is_trained: bool
+    lora: LoRA = LoRA()
+    dropout: float = 0.0
+    recompute: Recompute = "none"
+    micro_batch_tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class Cast:
+    """All models of a run by role, and the files that their sizes were read from."""
+
+    models: Mapping[str, PlannedModel]
+    files: tuple[str, ...]
+    """`FILE (where its numbers come from)`."""
+
+
+def cast_of(settings: AnyRun, architectures: Path, violations: list[str]) -> Cast:
+    """The models of a run; what cannot be found or built is added to `violations` and left out.
+
+    `architectures` is the folder of architecture files.
+    """
+    models, files = {}, {}
+    for name, role in roles(settings).items():
+        if not role.folder:
+            continue
+        setting = f"{'actor' if name == 'generator' else name}.model"
+        found = attempt(partial(find_architecture, role.folder, architectures), violations, setting)
+        if found is not None:
+            architecture, file = found
+            files[file] = None
+            models[name] = _planned(settings, role, architecture)
+    violations[:] = dict.fromkeys(violations)
+    return Cast(models, tuple(files))
+
+
+def find_architecture(folder: str, architectures: Path) -> tuple[Architecture, str]:
+    """The architecture of a model folder and the file it was read from. Raises CheckpointError naming the choices.
+
+    FOLDER/config.json where there is one; else `folder` itself where it is a JSON file; else FOLDER's name in
+    `architectures`.
+    """
+    named = architectures / f"{Path(folder).name}.json"
+    if not (Path(folder) / "config.json").is_file():
+        for file in (Path(folder), named):
+            if file.is_file():
+                return _from_file(file)
+        known = sorted(file.stem for file in architectures.glob("*.json"))
+        raise CheckpointError(
+            f"{folder} has no config.json, and there is no {named}; put the model's config.json at either place"
+            + (f" (described there: {', '.join(known)})" if known else "")
+        )
+    return Architecture.from_folder(folder), str(Path(folder) / "config.json")
+
+
+def _from_file(file: Path) -> tuple[Architecture, str]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise CheckpointError(f"{file}: not valid JSON: {problem}") from problem
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: not a JSON object; give a config.json as transformers writes it")
+    return Architecture.from_hf(config, where=str(file)), f"{file} ({config.get('_source', 'no source is given')})"
+
+
+def _planned(settings: AnyRun, role: Role, architecture: Architecture) -> PlannedModel:
+    section = vars(settings)["actor" if role.name == "generator" else role.name]
+    return PlannedModel(
+        name=role.name,
+        architecture=role.built(architecture),
+        layout=role.layout,
+        head=role.head,
+        dtype=role.dtype,
+        setting=role.setting,
+        is_trained=role.is_trained,
+        lora=role.lora,
+        dropout=role.dropout,
+        recompute=role.recompute,
+        micro_batch_tokens=section.micro_batch_tokens,
+    )

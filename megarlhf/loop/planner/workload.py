@@ -1,0 +1,79 @@
+"""How much goes through each model in a step, with every prompt and every response at its longest: an upper bound."""
+
+import math
+from dataclasses import dataclass
+
+from megarlhf.config.runs import AnyRun, DPORun, OnlineRun, RewardModelRun
+from megarlhf.loop.planner.activations import Load
+from megarlhf.loop.planner.models import PlannedModel
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step's sequences."""
+
+    rows: int
+    """Sequences of a step."""
+    prompt: int
+    """Tokens of a prompt; 0 where a run reads a data set."""
+    response: int
+    """Tokens that are predicted; all of a sequence where a run reads a data set."""
+    num_prompts: int
+    """Distinct prompts."""
+    updates: int = 1
+    """Optimizer updates of a step."""
+    passes: int = 1
+    """Times that a step's rows are trained on."""
+    max_slots: int = 0
+    """Sequences decoded at once per data-parallel rank; 0: nothing is sampled."""
+    unit: int = 1
+    """Rows that stay in one micro-batch."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+    def slots(self, dp: int) -> int:
+        """Sequences in flight on one data-parallel rank."""
+        return min(self.max_slots, math.ceil(self.rows / dp))
+
+    def update_load(self, model: PlannedModel, dp: int) -> Load:
+        """A micro-batch of an update, and how many there are on a data-parallel rank."""
+        return self._load(model, math.ceil(self.rows * self.passes / self.updates / dp))
+
+    def score_load(self, model: PlannedModel, dp: int) -> Load:
+        """A micro-batch of a pass over the step's rows without gradients."""
+        return self._load(model, math.ceil(self.rows / dp))
+
+    def _load(self, model: PlannedModel, rows: int) -> Load:
+        unit = self.unit * self.length
+        per_batch = max(1, model.micro_batch_tokens // unit) * self.unit
+        # Shorter rows fill a micro-batch better, so that it can hold as many tokens as it may.
+        tokens = max(unit, min(model.micro_batch_tokens, rows * self.length))
+        tokens = math.ceil(tokens / model.layout.tp) * model.layout.tp if model.layout.sp else tokens
+        predicted = math.ceil(tokens * self.response / self.length)
+        return Load(tokens, predicted, math.ceil(rows / per_batch), self.length)
+
+
+def workload_of(settings: AnyRun) -> Workload:
+    """From the settings alone."""
+    if isinstance(settings, OnlineRun):
+        rollout, algorithm = settings.rollout, settings.algorithm
+        return Workload(
+            rows=rollout.batch_size * rollout.samples_per_prompt,
+            prompt=settings.data.max_prompt_tokens,
+            response=rollout.max_new_tokens,
+            num_prompts=rollout.batch_size,
+            updates=algorithm.num_epochs * algorithm.num_minibatches,
+            passes=algorithm.num_epochs,
+            max_slots=rollout.max_slots,
+        )
+    pair = 2 if isinstance(settings, DPORun | RewardModelRun) else 1
+    rows = settings.data.batch_size * pair
+    return Workload(rows, 0, settings.data.max_tokens, rows, unit=pair)

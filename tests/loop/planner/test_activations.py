@@ -1,0 +1,84 @@
+"""Activations: the planner's bytes against what autograd keeps of a real update, by torch's saved-tensor hooks."""
+
+import pytest
+
+from megarlhf.config.layout import Layout
+from megarlhf.config.lora import LoRA
+from megarlhf.engines.pipeline import plan_rows
+from megarlhf.loop.planner.activations import Load, stage_activations
+from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.parallel.grid import Grid
+from megarlhf.records.experience import Experience
+from tests.distributed.pool import run_on_ranks
+from tests.loop.planner.measured import build, planned
+
+ROWS, PROMPT, RESPONSE, MICRO_BATCHES = 24, 10, 22, 4
+"""Six rows a micro-batch and data-parallel rank."""
+BIG = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 16, "num_attention_heads": 8, "num_hidden_layers": 6}
+CASES = {
+    "float32": (1, planned(Layout(), **BIG)),
+    "bfloat16": (1, planned(Layout(), dtype="bfloat16", **BIG)),
+    "value head": (1, planned(Layout(), "value", **BIG)),
+    "selective": (1, planned(Layout(), recompute="selective", **BIG)),
+    "full": (1, planned(Layout(), recompute="full", **BIG)),
+    "full, bfloat16": (1, planned(Layout(), dtype="bfloat16", recompute="full", **BIG)),
+    "normed heads": (1, planned(Layout(), family="qwen3", **BIG)),
+    "adapters": (1, planned(Layout(), lora=LoRA(rank=4), **BIG)),
+    "tp2": (2, planned(Layout(tp=2), **BIG)),
+    "tp2 sp": (2, planned(Layout(tp=2, sp=True), dtype="bfloat16", **BIG)),
+    "tp2 sp full": (2, planned(Layout(tp=2, sp=True), recompute="full", **BIG)),
+    "pp2": (2, planned(Layout(pp=2), **BIG)),
+    "pp2 full": (2, planned(Layout(pp=2), recompute="full", **BIG)),
+    "tp4, two groups": (4, planned(Layout(tp=4), **BIG)),
+}
+
+
+def batch(dp: int) -> Experience:
+    import torch
+
+    from megarlhf.algorithms.credit import ppo_credit
+    from megarlhf.algorithms.state import ppo_state
+    from megarlhf.config.settings import PPO
+
+    rows = ROWS * dp
+    ids = [[(7 * row + place) % 101 for place in range(PROMPT + RESPONSE)] for row in range(rows)]
+    found = Experience.from_completions(
+        [row[:PROMPT] for row in ids],
+        [row[PROMPT:] for row in ids],
+        [[-1.0] * RESPONSE] * rows,
+        row_id=range(rows),
+        group=range(rows),
+        finished=[True] * rows,
+    )
+    numbers = found.logp_rollout
+    found = found.replace(logp_start=numbers, logp_reference=numbers, value=numbers, score=torch.ones(rows))
+    return ppo_credit(found, PPO(), ppo_state(PPO()))[0]
+
+
+def kept_bytes(rank: int, world_size: int, model: PlannedModel) -> int:
+    """The most bytes that autograd keeps on this rank during an update."""
+    from tests.engines.kept import KeptBytes
+    from tests.engines.test_learner import ppo_part
+
+    learner = build(model, world_size)
+    with KeptBytes(learner.model.named_parameters().values()) as kept:
+        learner.accumulate([ppo_part(batch(model.layout.dp(world_size)), model.head)])
+    return kept.peak
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_bytes_are_within_fifteen_percent(case):
+    from dataclasses import replace
+
+    world_size, model = CASES[case]
+    length = PROMPT + RESPONSE
+    model = replace(model, micro_batch_tokens=ROWS // MICRO_BATCHES * length)
+    dp = model.layout.dp(world_size)
+    assert {len(rows) for rows in plan_rows([length] * ROWS * dp, dp, model.micro_batch_tokens)} == {MICRO_BATCHES}
+    load = Load(model.micro_batch_tokens, RESPONSE * (ROWS // MICRO_BATCHES), MICRO_BATCHES, length)
+    found = run_on_ranks(world_size, kept_bytes, model)
+    grid = Grid(model.layout, world_size)
+    for rank, measured in enumerate(found):
+        stage = stage_activations(model, grid.coordinates(rank).pp, load, fused_norms=False)
+        ratio = (stage.kept + stage.recomputed) / measured
+        assert 1 / 1.15 <= ratio <= 1.15, f"rank {rank}: {stage} against {measured} measured"
