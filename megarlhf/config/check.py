@@ -163,16 +163,15 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
         sizes = ["tp", "pp", "cp", "ep", "vp"]
         wrong = [size for size in sizes if vars(layout)[size] < 1]
         yield from (f"{name}.{size}: {vars(layout)[size]} is out of range; choose 1 or more" for size in wrong)
-        for size in ("cp", "ep"):
-            if vars(layout)[size] > 1:
-                yield f"{name}.{size}: {vars(layout)[size]} is not supported by this version; leave it 1"
+        if layout.ep > 1:
+            yield f"{name}.ep: {layout.ep} is not supported by this version; leave it 1"
         if layout.sp and layout.tp == 1:
             yield f"{name}.sp: sequence parallelism needs tp > 1, and tp is 1; set sp to false or tp to 2 or more"
         if layout.vp > 1 and layout.pp == 1:
             yield f"{name}.vp: {layout.vp} virtual stages need pp > 1, and pp is 1; set vp to 1 or pp to 2 or more"
         yield from _uneven_stages(name, layout)
-        if name == "actor.generate" and (layout.sp or layout.vp > 1):
-            yield f"{name}: sp and vp serve training only; leave sp false and vp 1"
+        if name == "actor.generate" and (layout.sp or layout.vp > 1 or layout.cp > 1):
+            yield f"{name}: sp, vp and cp serve training only; leave sp false, vp 1 and cp 1"
 
 
 def _uneven_stages(name: str, layout: Layout) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megarlhf import device
 from megarlhf.models.build import Model
 from megarlhf.models.forward import packed_forward
+from megarlhf.parallel.context import stream_multiple
 from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import share
 from megarlhf.records.experience import Experience
@@ -69,7 +70,7 @@ def micro_batches(
     layout = groups.layout
     units = group_units(experience) if keeps_groups else None
     plan = plan_rows(experience.lengths.tolist(), layout.dp(groups.world_size), max_tokens, units)
-    multiple = layout.tp if layout.sp else 1
+    multiple = stream_multiple(layout)
     mine = plan[groups.coordinates.dp]
     if layout.vp > 1:  # the interleaved schedule takes them by pp
         mine = mine + [[]] * (-len(mine) % layout.pp)

@@ -38,7 +38,7 @@ def score_rows(
     for chunk, mode in zip(model.chunks, modes, strict=True):
         chunk.train(mode)
     rows, pieces = [], []
-    if groups.is_last_stage and groups.coordinates.tp == 0:
+    if groups.is_last_stage and groups.coordinates.tp == groups.coordinates.cp == 0:
         for batch, flat in zip(batches, outputs, strict=True):
             rows += batch.rows
             pieces += flat.float().cpu().split([counts[row] for row in batch.rows]) if batch.rows else []

@@ -15,6 +15,7 @@ from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.names import Head, stage_weights
+from megarlhf.parallel.context import held_tokens
 from megarlhf.records.experience import Experience
 
 _BLOCKS = {"self_attention": ("self_attention.", "input_layernorm."), "mlp": ("mlp.", "pre_mlp_layernorm.")}
@@ -60,7 +61,7 @@ def _adder(model: Model, experience: Experience, batches: list[MicroBatch], tota
 
     def add(module: torch.nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
         batch, hidden = next(calls), output[0] if isinstance(output, tuple) else output
-        held, is_sp = held_tokens(model, batch), model.config.sequence_parallel
+        held, is_sp = _activations(model, batch), model.config.sequence_parallel
         if is_sp or model.groups.coordinates.tp == 0:
             num_real = int(experience.lengths[list(batch.rows)].sum()) if batch.rows else 0
             total.add_(hidden[held < num_real].double().square().sum().cpu())
@@ -68,9 +69,10 @@ def _adder(model: Model, experience: Experience, batches: list[MicroBatch], tota
     return add
 
 
-def held_tokens(model: Model, batch: MicroBatch) -> Tensor:
+def _activations(model: Model, batch: MicroBatch) -> Tensor:
     """Places in the stream of the tokens whose activations this rank holds, in order."""
-    held = torch.arange(batch.packed.input_ids.shape[1], device=batch.packed.input_ids.device)
+    context, ids = model.groups.cp, batch.packed.input_ids
+    held = held_tokens(ids.shape[1], context.size(), context.rank()).to(ids.device)
     if model.config.sequence_parallel:
         held = held.chunk(model.groups.layout.tp)[model.groups.coordinates.tp]
     return held

@@ -218,8 +218,6 @@ def layout_violations(architecture: Architecture, layout: Layout, setting: str) 
     found += _stage_violations(layers, layout, setting)
     if layout.sp and tp == 1:
         found.append(f"{setting}: sp needs tp > 1; set sp to false or raise tp")
-    if layout.cp > 1:
-        found.append(f"{setting}: cp {layout.cp}: context parallelism is not built yet; set cp to 1")
     if layout.ep > 1:
         found.append(f"{setting}: ep {layout.ep}: {architecture.family} models have no experts; set ep to 1")
     return found

@@ -5,6 +5,7 @@ A row attends only to itself. Rotary positions come from outside, one per token,
 the attention itself.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarlhf.parallel.context import held_slices, whole_stream
 from megarlhf.parallel.logprob import soft_capped
 
 _BLOCK_ROWS = 512
@@ -88,7 +90,8 @@ class SDPACoreAttention(torch.nn.Module):
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self", "causal self-attention only"
-        assert config.context_parallel_size == 1 and pg_collection is not None, f"cp {cp_comm_type} is not built"
+        assert pg_collection is not None and cp_comm_type in (None, "p2p"), f"keys are gathered, not {cp_comm_type}"
+        self.context = pg_collection.cp
         self.layer_number = layer_number
         self.dropout = config.attention_dropout
         self.scoring = Scoring(softmax_scale)  # the layer's own comes from layers.py
@@ -105,21 +108,40 @@ class SDPACoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; heads and groups are a rank's.
 
-        With `packed_seq_params`, B is 1 and S holds rows end to end.
+        With `packed_seq_params`, B is 1 and S holds rows end to end. Communicates over cp: each rank has its part of
+        the rows' tokens, and gathers the keys and values of all of them.
         """
         assert attention_mask is None and attention_bias is None, "the causal mask is implied"
         assert attn_mask_type in (None, AttnMaskType.causal), attn_mask_type
+        if self.context.size() > 1:
+            assert packed_seq_params is not None, "with cp, rows are packed"
+            key, value = whole_stream(torch.cat([key, value], dim=-1), self.context).chunk(2, dim=-1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if packed_seq_params is None:
             out = self._attend(query, key, value)
         else:
-            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-            rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-            out = torch.cat([self._attend(*row) for row in rows], dim=2)
+            out = torch.cat([self._attend(*run) for run in self._runs(query, key, value, packed_seq_params)], dim=2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
+    def _runs(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Neighbouring tokens of one row that this rank holds, with the keys and values of the row up to their last.
+
+        query [1, heads, N/cp, D]; key and value [1, groups, N, D].
+        """
+        starts = packing.cu_seqlens_q.tolist()
+        first = 0
+        for here, end in held_slices(starts[-1], self.context.size(), self.context.rank()):
+            for row, stop in zip(starts, starts[1:], strict=False):
+                begin, stop = max(here, row), min(end, stop)
+                if begin < stop:
+                    mine = query[:, :, first : first + stop - begin]
+                    first += stop - begin
+                    yield mine, key[:, :, row:stop], value[:, :, row:stop]
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, heads, S, D] of one length."""
+        """Query [B, heads, Q, D], key and value [B, groups, S, D], Q the last of S -> [B, heads, Q, D]."""
         if self.dropout and self.training:
             # Tensor ranks hold different heads, so they draw different masks: from the tracker, not torch's generator.
             with get_cuda_rng_tracker().fork():
@@ -133,9 +155,13 @@ class SDPACoreAttention(torch.nn.Module):
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of whole rows: query [B, heads, S, D], key and value [B, groups, S, D] -> [B, heads, S, D]."""
-    length, is_grouped, window = query.shape[2], query.shape[1] != key.shape[1], scoring.window
-    if scoring.softcap is None and (window is None or length <= window):
+    """Causal attention of the last Q tokens of rows of S, or of all of them.
+
+    query [B, heads, Q, D], key and value [B, groups, S, D] -> [B, heads, Q, D].
+    """
+    length, is_grouped, window = key.shape[2], query.shape[1] != key.shape[1], scoring.window
+    before = length - query.shape[2]
+    if before == 0 and scoring.softcap is None and (window is None or length <= window):
         return scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
         )
@@ -144,12 +170,12 @@ def causal_attention(
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     reach = length if window is None else window
     positions, blocks, step = torch.arange(length, device=query.device), [], min(reach, _BLOCK_ROWS)
-    for start in range(0, length, step):  # so that a mask has step * (reach + step) elements, not length^2
+    for start in range(before, length, step):  # so that a mask has step * (reach + step) elements, not length^2
         first, stop = max(start - reach + 1, 0), min(start + step, length)
         behind = positions[start:stop, None] - positions[first:stop]
         mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device)
         mask.masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
-        part = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        part = query[:, :, start - before : stop - before], key[:, :, first:stop], value[:, :, first:stop]
         blocks.append(masked_attention(*part, mask, scoring, dropout))
     return torch.cat(blocks, dim=2)
 

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megarlhf.models.build import Model
+from megarlhf.parallel.context import joined, places_here
 from megarlhf.parallel.logprob import fused_logprob, soft_capped
 
 
@@ -33,9 +34,9 @@ class Packed(Protocol):
 
 
 def packed_forward(chunk: torch.nn.Module, packed: Packed) -> Tensor:
-    """Communicates over the chunk's tp group. Hidden states [N, 1, H] ([N/tp, 1, H] with sp) of one chunk.
+    """Communicates over the chunk's tp and cp. Hidden states [N/cp, 1, H] ([N/cp/tp, 1, H] with sp) of one chunk.
 
-    `chunk` is a GPT, or the DistributedDataParallel around one. With sp, N must be a multiple of tp (`pack_rows`).
+    `chunk` is a GPT, or the DistributedDataParallel around one. N must be a multiple of `stream_multiple(layout)`.
     Stages after the first read what `set_input_tensor` was given.
     """
     starts = packed.cu_seqlens.cpu()
@@ -53,11 +54,30 @@ def packed_forward(chunk: torch.nn.Module, packed: Packed) -> Tensor:
 def vocabulary_logprobs(
     model: Model, hidden: Tensor, positions: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Communicates over tp. log softmax(logits / temperature) of `targets` [M] at `positions` [M], in nats.
+    """Communicates over tp and cp. log softmax(logits / temperature) of `targets` [M] at `positions` [M], in nats.
 
-    hidden: as `packed_forward` returns it on the last stage. Returns (logp [M], entropy [M] or None), float32, the same
-    on every tensor rank and differentiable; padded vocabulary columns have probability 0.
+    hidden: as `packed_forward` returns it on the last stage; positions are those of the whole stream. Returns
+    (logp [M], entropy [M] or None), float32, the same on every tensor and context rank, and differentiable; padded
+    vocabulary columns have probability 0.
     """
+    context = model.groups.cp
+    if context.size() > 1:
+        mine, places = places_here(positions, _stream_tokens(model, hidden), context)
+        logp, entropy = _vocabulary_logprobs(model, hidden, places, targets[mine], temperature, with_entropy)
+        logp = joined(logp, mine, len(positions), context)
+        return logp, None if entropy is None else joined(entropy, mine, len(positions), context)
+    return _vocabulary_logprobs(model, hidden, positions, targets, temperature, with_entropy)
+
+
+def _stream_tokens(model: Model, hidden: Tensor) -> int:
+    """N of the whole stream."""
+    return hidden.shape[0] * (model.groups.tp.size() if model.config.sequence_parallel else 1) * model.groups.cp.size()
+
+
+def _vocabulary_logprobs(
+    model: Model, hidden: Tensor, positions: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """At places of this rank's part of the stream."""
     group = model.groups.tp
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -77,10 +97,20 @@ def vocabulary_logprobs(
 
 
 def values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
-    """Communicates over tp with sp. The value head at `positions` [M]: [M] float32, [M, K] of K > 1 labels.
+    """Communicates over tp with sp, and over cp. The value head at `positions` [M] of the whole stream: [M] float32, or
+    [M, K] of K > 1 labels.
 
-    hidden: as `packed_forward` returns it on the last stage of a value model.
+    hidden: as `packed_forward` returns it on the last stage of a value model. No temperature.
     """
+    context = model.groups.cp
+    if context.size() > 1:
+        mine, places = places_here(positions, _stream_tokens(model, hidden), context)
+        return joined(_values(model, hidden, places), mine, len(positions), context)
+    return _values(model, hidden, positions)
+
+
+def _values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
+    """At places of this rank's part of the stream."""
     if model.config.sequence_parallel:
         # Every tensor rank computes the same values, so the gradient that comes back is whole on each.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.groups.tp)
@@ -89,6 +119,7 @@ def values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
 
 def full_logits(model: Model, hidden: Tensor) -> Tensor:
     """Communicates over tp. All logits [N, V] of the true vocabulary: for tests and comparisons, not for training."""
+    assert model.groups.cp.size() == 1, "the stream is whole"
     group = model.groups.tp
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)

@@ -13,6 +13,7 @@ from megarlhf.models.layers import finish_layer
 from megarlhf.models.names import Head
 from megarlhf.models.rope import inverse_frequencies, rotary_angles
 from megarlhf.models.spec import block_spec
+from megarlhf.parallel.context import held_tokens
 from megarlhf.parallel.groups import Groups
 
 
@@ -68,8 +69,13 @@ class GPT(GPTModel):
         """Communicates over tp (not pp). Hidden states [S, B, H] ([S/tp, B, H] with sp), normed on the last stage.
 
         input_ids [B, S]; position_ids [S] shared by the batch. Packed: B = 1, S holds all rows. Stages after the first
-        take their input from `set_input_tensor` and ignore input_ids.
+        take their input from `set_input_tensor` and ignore input_ids. With cp the stream is given whole, and the result
+        is of this rank's part.
         """
+        context = self.pg_collection.cp
+        if context.size() > 1:
+            held = held_tokens(len(position_ids), context.size(), context.rank()).to(position_ids.device)
+            input_ids, position_ids = input_ids[:, held], position_ids[held]
         embedded = self.embed(input_ids, position_ids) if self.pre_process else None
         if self.config.recompute_granularity and embedded is not None and torch.is_grad_enabled():
             # What is computed again gets no gradient unless its input asks for one, which a frozen embedding does not.

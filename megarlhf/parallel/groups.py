@@ -35,6 +35,7 @@ class Groups:
     collection: ProcessGroupCollection
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
     mp: dist.ProcessGroup
     world: dist.ProcessGroup
@@ -63,8 +64,8 @@ def build_groups(layout: Layout, world_size: int) -> Groups:
 
     Raises LayoutError when the layout does not fit the world, or asks for what is not built.
     """
-    if layout.cp > 1 or layout.ep > 1:
-        raise LayoutError(f"{layout}: context and expert parallelism are not built yet; set cp and ep to 1")
+    if layout.ep > 1:
+        raise LayoutError(f"{layout}: expert parallelism is not built yet; set ep to 1")
     if world_size != dist.get_world_size():
         raise ValueError(f"groups for {world_size} ranks asked for in a world of {dist.get_world_size()}")
     grid, rank = Grid(layout, world_size), dist.get_rank()
@@ -82,6 +83,7 @@ def build_groups(layout: Layout, world_size: int) -> Groups:
         collection=collection,
         tp=mine["tp"],
         pp=mine["pp"],
+        cp=mine["cp"],
         dp=mine["dp"],
         mp=mine["mp"],
         world=dist.group.WORLD,
@@ -106,8 +108,8 @@ def seed_dropout(groups: Groups, seed: int) -> None:
     """Seed what dropout draws from: torch's generator alike on the tensor ranks of a copy, where residuals are whole,
     and otherwise per rank; the tracker per tensor rank as well."""
     place = groups.coordinates
-    seed_random_tracker(groups, derive_seed(seed, "tracker", place.dp, place.pp) % 2**31)
-    torch.manual_seed(derive_seed(seed, "residuals", place.dp, place.pp))
+    seed_random_tracker(groups, derive_seed(seed, "tracker", place.dp, place.pp, place.cp) % 2**31)
+    torch.manual_seed(derive_seed(seed, "residuals", place.dp, place.pp, place.cp))
 
 
 def _make(groups: list[list[int]], rank: int) -> dist.ProcessGroup:

@@ -21,6 +21,8 @@ LAYOUTS = {
     "small micro-batches, pp2": (2, Layout(pp=2), 16),
     "pp2 vp2": (2, Layout(pp=2, vp=2), 16),
     "pp2, one layer first": (2, Layout(pp=2, first_stage_layers=1), 16),
+    "cp2": (2, Layout(cp=2), 24),
+    "tp2 cp2 sp": (4, Layout(tp=2, cp=2, sp=True), 24),
     "small micro-batches, dp2": (2, Layout(), 16),
 }
 

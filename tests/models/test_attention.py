@@ -87,3 +87,14 @@ def test_a_layer_keeps_the_module_names_of_the_local_spec():
     submodules = layer_spec(Architecture.from_hf(tiny.tiny_config())).submodules
     assert submodules.input_layernorm is submodules.pre_mlp_layernorm
     assert submodules.self_attention.submodules.linear_qkv is not None
+
+
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(window=5), Scoring(softcap=3.0), Scoring(None, 3.0, 3)])
+@pytest.mark.parametrize("num_last", [1, 4, 11])
+def test_the_last_tokens_of_a_row_attend_as_in_the_whole_row(scoring, num_last):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 12, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, 12, 8, generator=generator).unbind()
+    whole = causal_attention(query, key, value, scoring)
+    part = causal_attention(query[:, :, -num_last:], key, value, scoring)
+    assert torch.allclose(part, whole[:, :, -num_last:], atol=1e-6)

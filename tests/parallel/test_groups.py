@@ -221,4 +221,4 @@ def test_what_is_not_built_is_refused(single_rank):
     from megarlhf.parallel.groups import build_groups
 
     with pytest.raises(LayoutError, match="not built yet"):
-        build_groups(Layout(cp=2), 1)
+        build_groups(Layout(ep=2), 1)
