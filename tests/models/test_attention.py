@@ -28,7 +28,7 @@ def slow_attention(query, key, value, window=100, softcap=None, scale=SIZE**-0.5
 
 
 @pytest.fixture
-def core():
+def core(alone):
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarlhf.config.layout import Layout
@@ -36,7 +36,7 @@ def core():
     from megarlhf.models.transformer_config import transformer_config
 
     config = transformer_config(Architecture.from_hf(tiny.tiny_config()), Layout(), torch.float32)
-    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=object())
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone.collection)
 
 
 def test_attention_equals_a_slow_loop_on_every_row_of_a_batch(core):
