@@ -5,7 +5,7 @@ The plan is made once; each run walks it. Beside the two models a rank holds at 
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one run moved; bytes and messages are over the whole world, seconds are this rank's."""
+    """What one run moved; bytes and messages are over the whole world, the rest is this rank's."""
 
     bytes_moved: int
     num_messages: int
     peak_extra_bytes: int
+    """Most bytes of buffers that were held at once."""
     duration_s: float
 
 
@@ -55,7 +56,6 @@ class Resharder:
             bucket_bytes,
             "bfloat16" if torch.bfloat16 in (source.dtype, target.dtype) else "float32",
         )
-        self.planned = ReshardReport(self.plan.bytes_moved, len(self.plan.messages), self.plan.peak_extra_bytes, 0.0)
         assert_same_parameters(self.plan.source[self.rank], base_parameters(source))
         assert_same_parameters(self.plan.target[self.rank], target.named_parameters())
 
@@ -68,11 +68,12 @@ class Resharder:
         """
         start = time.perf_counter()
         tensors = merged_parameters(self.source) if tensors is None else tensors
-        exchange(self.plan, tensors, self.target.named_parameters(), self.group, self.device)
+        peak = exchange(self.plan, tensors, self.target.named_parameters(), self.group, self.device)
         self.target.weights_changed()
         if is_checked:
             require_equal_weights(self.source, self.target, self.group, tensors=tensors)
-        return replace(self.planned, duration_s=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return ReshardReport(self.plan.bytes_moved, len(self.plan.messages), peak, seconds)
 
 
 @torch.no_grad()
@@ -82,12 +83,13 @@ def exchange(
     target: Mapping[Key, torch.Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> None:
+) -> int:
     """Carry out a plan (collective over `group`, whose ranks are the plan's). Values are cast to the target's dtype.
 
-    Buffers live on `device`, where the group communicates; source and target tensors may live elsewhere.
+    Buffers live on `device`, where the group communicates; source and target tensors may live elsewhere. Returns the
+    most bytes of buffers that this rank held at once.
     """
-    rank = dist.get_rank(group)
+    rank, peak = dist.get_rank(group), 0
     for transfer in plan.copies:
         if transfer.target_rank == rank:
             held = source[transfer.source][slices(transfer.source_box)]
@@ -97,7 +99,8 @@ def exchange(
         dist.barrier(group)
     for bucket in plan.buckets:
         mine = [message for message in bucket if rank in (message.source_rank, message.target_rank)]
-        _walk(mine, source, target, group, device)
+        peak = max(peak, _walk(mine, source, target, group, device))
+    return peak
 
 
 def _walk(
@@ -106,12 +109,13 @@ def _walk(
     target: Mapping[Key, torch.Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> None:
-    """This rank's messages of one bucket: send and receive all, then unpack."""
-    rank, operations, arriving = dist.get_rank(group), [], []
+) -> int:
+    """This rank's messages of one bucket: send and receive all, then unpack. Returns the bytes of their buffers."""
+    rank, operations, arriving, held = dist.get_rank(group), [], [], 0
     for message in bucket:
         is_sent = message.source_rank == rank
         buffer = _pack(message, source, device) if is_sent else _buffer(message, device)
+        held += buffer.numel()
         peer = dist.get_global_rank(group, message.target_rank if is_sent else message.source_rank)
         operations.append(dist.P2POp(dist.isend if is_sent else dist.irecv, buffer, peer, group))
         if not is_sent:
@@ -121,6 +125,7 @@ def _walk(
     for message, buffer in arriving:
         for offset, transfer in message.parts():
             target[transfer.target][slices(transfer.target_box)].copy_(_view(buffer, offset, transfer))
+    return held
 
 
 def _buffer(message: Message, device: torch.device) -> torch.Tensor:

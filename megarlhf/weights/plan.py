@@ -2,7 +2,8 @@
 
 Every target element is written exactly once. What a rank holds already it copies; otherwise one of the ranks that hold
 the piece sends it, the one with the fewest bytes to send so far, so that data-parallel replicas share the work.
-Messages are grouped into buckets: in one bucket no rank sends more than `bucket_bytes`, and none receives more.
+Messages are grouped into buckets: in one bucket no rank sends and receives more than `bucket_bytes` together, which is
+what it holds beside its two models.
 """
 
 from collections import defaultdict
@@ -184,12 +185,12 @@ def _buckets(remote: list[list[Transfer]], bucket_bytes: int) -> tuple[tuple[Mes
 
     Receivers take turns, each beginning with another sender, so that all ends are busy from the first bucket on.
     """
-    ends: dict[tuple[str, int], _End] = defaultdict(_End)
+    ends: dict[int, _End] = defaultdict(_End)
     buckets: dict[int, dict[tuple[int, int], list[Transfer]]] = defaultdict(lambda: defaultdict(list))
     for turn in zip_longest(*remote):
         for transfer in turn:
             if transfer is not None:
-                sender, receiver = ends["send", transfer.source_rank], ends["receive", transfer.target_rank]
+                sender, receiver = ends[transfer.source_rank], ends[transfer.target_rank]
                 index = _place(sender, receiver, aligned(transfer.num_bytes), bucket_bytes)
                 buckets[index][transfer.source_rank, transfer.target_rank].append(transfer)
     return tuple(_messages(buckets[index]) for index in sorted(buckets))
@@ -197,7 +198,7 @@ def _buckets(remote: list[list[Transfer]], bucket_bytes: int) -> tuple[tuple[Mes
 
 @dataclass
 class _End:
-    """How full the buckets are at one end (a rank as sender, or as receiver) while a plan is made."""
+    """How full the buckets are at one rank while a plan is made, with what it sends and what it receives."""
 
     used: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     first_open: int = 0
@@ -223,7 +224,8 @@ def _messages(pairs: dict[tuple[int, int], list[Transfer]]) -> tuple[Message, ..
 def validate(plan: ReshardPlan) -> None:
     """Check that every target element is written exactly once, from a place that its source rank holds.
 
-    Also that no end of a bucket exceeds its size, except for a single element. Raises AssertionError with the tensor.
+    Also that no rank's part in a bucket exceeds its size, except for a single element. Raises AssertionError with the
+    tensor.
     """
     written: dict[tuple[int, Key], list[Box]] = defaultdict(list)
     arriving = [transfer for message in plan.messages for transfer in message.transfers]
@@ -255,9 +257,9 @@ def _require_filled(where: str, wanted: list[Box], written: list[Box]) -> None:
 
 
 def _require_bounded(where: str, bucket: tuple[Message, ...], bucket_bytes: int) -> None:
-    for end in ("source_rank", "target_rank"):
-        used: dict[int, int] = defaultdict(int)
-        for message in bucket:
-            used[message.source_rank if end == "source_rank" else message.target_rank] += message.buffer_bytes
-        worst = max(used.values())
-        assert worst <= max(bucket_bytes, 8), f"{where}: {worst} bytes at one {end}, more than {bucket_bytes}"
+    used: dict[int, int] = defaultdict(int)
+    for message in bucket:
+        for rank in (message.source_rank, message.target_rank):
+            used[rank] += message.buffer_bytes
+    worst = max(used.values())
+    assert worst <= max(bucket_bytes, 8), f"{where}: {worst} bytes at one rank, more than {bucket_bytes}"

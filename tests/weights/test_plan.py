@@ -119,7 +119,7 @@ def test_replicas_share_the_sending():
     assert max(plan.bytes_sent) < 1.5 * sum(plan.bytes_sent) / 8
 
 
-def test_buckets_bound_what_a_rank_sends_and_receives_at_once():
+def test_buckets_bound_what_a_rank_sends_and_receives_together():
     architecture = architecture_of(vocab_size=997)
     plans = [
         reshard_plan(architecture, "vocabulary", Layout(tp=2), Layout(pp=2), 4, bucket) for bucket in (1024, 2**30)
@@ -127,7 +127,7 @@ def test_buckets_bound_what_a_rank_sends_and_receives_at_once():
     for plan in plans:
         validate(plan)
     assert plans[0].bytes_moved == plans[1].bytes_moved
-    assert plans[0].peak_extra_bytes <= 2 * 1024
+    assert 768 < plans[0].peak_extra_bytes <= 1024
     assert len(plans[1].buckets) == 1
 
 
@@ -177,6 +177,7 @@ def test_a_70b_models_plan_is_balanced_and_bounded():
     share = 2 * 70.6e9 / 8
     assert all(abs(received / (share * 3 / 4) - 1) < 0.05 for received in plan.bytes_received)
     assert max(plan.bytes_sent) < 1.1 * max(plan.bytes_received)
-    assert plan.peak_extra_bytes <= 2 * plan.bucket_bytes
-    # Buckets are full: few more than the busiest end needs.
-    assert len(plan.buckets) < 1.15 * max(plan.bytes_sent) / plan.bucket_bytes
+    assert plan.peak_extra_bytes <= plan.bucket_bytes == 64 * 2**20
+    # Buckets are full: few more than the busiest rank needs.
+    busiest = max(sent + received for sent, received in zip(plan.bytes_sent, plan.bytes_received, strict=True))
+    assert len(plan.buckets) < 1.15 * busiest / plan.bucket_bytes
