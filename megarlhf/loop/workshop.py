@@ -16,11 +16,9 @@ from megarlhf.parallel.groups import Groups, build_groups
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
 from megarlhf.residency.residency import Residency
-from megarlhf.residency.stages import WEIGHTS, Tenant
+from megarlhf.residency.schedule import REFERENCE
 from megarlhf.weights.exchange import DTYPES
 from megarlhf.weights.load import LoadReport, load_weights
-
-REFERENCE = Tenant("reference", WEIGHTS)
 
 _log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ def merged(records: Sequence[Record]) -> list[Record]:
 
 
 def _both(one: Record, other: Record) -> Record:
-    fuller = max(one, other, key=lambda record: record.bytes_at("device") + record.bytes_at("host"))
+    fuller = max(one, other, key=lambda record: (record.bytes_at("device"), record.bytes_at("host")))
     return Record(
         stage=one.stage,
         resident=fuller.resident,

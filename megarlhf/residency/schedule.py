@@ -9,6 +9,7 @@ from megarlhf.config.residency import CriticResidency, Residency, TrainedResiden
 from megarlhf.config.runs import OnlineRun
 from megarlhf.residency.stages import CACHE, GRADIENTS, OPTIMIZER, PACKED, WEIGHTS, Place, Stage, Tenant
 
+REFERENCE = Tenant("reference", WEIGHTS)
 GENERATOR_CACHE, GENERATOR_PACKED = Tenant("generator", CACHE), Tenant("generator", PACKED)
 
 
@@ -25,13 +26,16 @@ class Sharing:
 def homes(settings: OnlineRun) -> dict[Tenant, Place]:
     """Where each tenant of a run that samples waits. The generator's cache and repacked weights outlive no rollout.
 
-    A run without a reward model has none of its weights, one without a critic none of the critic's.
+    The reference has a place unless it is asked over HTTP or is the actor without its adapters; the reward model and
+    the critic where the run has one. A second set of weights that is exchanged into a module (the reference's, or those
+    of a reward model that lives in the critic's) stays where it waits: it holds the module's own meanwhile.
     """
     residency = settings.residency
     found = _trained("actor", residency.actor, residency.idle)
     if isinstance(residency, CriticResidency):
         found |= _trained("critic", residency.critic, residency.idle)
-    found[Tenant("reference", WEIGHTS)] = reference_home(residency)
+    if not settings.reference.url and not settings.actor.lora.rank:
+        found[REFERENCE] = reference_home(residency)
     if settings.reward.model:
         found[Tenant("reward", WEIGHTS)] = residency.reward or residency.idle
     generator = residency.generator or ("device" if residency.idle == "device" else "freed")
@@ -66,12 +70,12 @@ def stages(found: dict[Tenant, Place], sharing: Sharing) -> tuple[Stage, ...]:
     weights out, then the cache.
     """
     actor, critic, reward = (Tenant(model, WEIGHTS) for model in ("actor", "critic", "reward"))
-    reference, generator = Tenant("reference", WEIGHTS), Tenant("generator", WEIGHTS)
+    generator = Tenant("generator", WEIGHTS)
     sampled = actor if sharing.generator_in_actor else generator
     steps = [] if sharing.generator_in_actor else [Stage("reshard", (actor, generator))]
     steps += [Stage("generate", (sampled, GENERATOR_PACKED, GENERATOR_CACHE)), Stage("logp", (actor,))]
-    steps += [Stage("reference", (actor, reference))] if reference in found else []
-    steps += [Stage("reward", ((critic, reward) if sharing.reward_in_critic else (reward,)))] if reward in found else []
+    steps += [Stage("reference", (actor,))] if REFERENCE in found else []
+    steps += [Stage("reward", (critic if sharing.reward_in_critic else reward,))] if reward in found else []
     if critic in found:
         steps += [Stage("value", (critic,)), Stage("learn_critic", all_of("critic"))]
     return (*steps, Stage("learn_actor", all_of("actor")))

@@ -125,7 +125,7 @@ def over_budget(
         return None
     own = [f"{tenant} {gib(sizes[tenant])}" for tenant in since if tenant in stage.tenants]
     others = [
-        f"{tenant} {gib(sizes[tenant])} there since stage {name}"
+        f"{tenant} {gib(sizes[tenant])} (there since stage {name})"
         for tenant, name in since.items()
         if tenant not in stage.tenants and sizes[tenant]
     ]

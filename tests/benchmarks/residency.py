@@ -1,6 +1,6 @@
 """Resident memory of PPO with four SmolLM2-135M-sized models: everything in memory, against everything idle on disk.
 
-python -m tests.benchmarks.residency FOLDER [--ranks 1] [--steps 2]     (needs `make assets`, 7 GiB of memory and disk)
+python -m tests.benchmarks.residency FOLDER [--ranks 1] [--steps 1]     (needs `make assets`, 7 GiB of memory and disk)
 
 The system's figure is the resident set of all ranks together, read from /proc by a process outside, above what they
 have after all imports. The accounting's figure is the largest `peak_bytes` of memory.jsonl.
@@ -53,8 +53,8 @@ def settings(folder: Path, judge: Path, ranks: int, steps: int, residency: Criti
         critic=Critic(model=str(judge), micro_batch_tokens=64),
         reward=Reward(model=str(judge), micro_batch_tokens=64),
         algorithm=PPO(num_epochs=1, num_minibatches=1),
-        rollout=Rollout(batch_size=4, max_new_tokens=16),
-        data=Data(prompts="assets/imdb_prompts.jsonl", max_prompt_tokens=32, too_long="truncate_right"),
+        rollout=Rollout(batch_size=2, max_new_tokens=8),
+        data=Data(prompts="assets/imdb_prompts.jsonl", max_prompt_tokens=16, too_long="truncate_right"),
         residency=residency,
         run=Run(dir=str(folder), steps=steps, sample_texts=0, tensorboard=False, overwrite=True),
     )
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1)
     options = parser.parse_args()
     judge, figures = write_judge(options.folder / "judge"), {}
     for name, residency in {"device": CriticResidency(), "disk": CriticResidency(idle="disk")}.items():

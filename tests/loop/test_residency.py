@@ -13,6 +13,8 @@ from megarlhf.config.algorithms import PPO
 from megarlhf.config.layout import Layout
 from megarlhf.config.residency import CriticResidency, TrainedResidency
 from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reference, Reward, Rollout, Run
+from megarlhf.residency.schedule import Sharing, homes, stages
+from megarlhf.residency.stages import timeline
 from tests.distributed.pool import run_on_ranks
 from tests.learning.toy import train, write_actor, write_prompts
 from tests.tiny import write_llama
@@ -96,6 +98,32 @@ def resident(toy, tmp_path_factory):
 
 CASES = [(layout, name) for layout in ("1", "2, resharded") for name in SETTINGS if SETTINGS[name].generator != "view"]
 CASES += [(layout, "disk, sampling from the training weights") for layout in ("1", "2")]
+
+
+def test_what_is_written_down_is_what_the_tables_say(toy, tmp_path):
+    """Stages, places and moves of a step are those of the pure tables, which a planner reads."""
+    wanted = settings(toy, tmp_path, "1", ON_DISK)
+    run_on_ranks(1, train, "ppo", wanted)
+    found = [row for row in rows(tmp_path / "memory.jsonl") if row["step"] == 2 and not row["stage"].startswith("save")]
+    planned = timeline(stages(homes(wanted), Sharing(reward_in_critic=True)), homes(wanted))
+    assert [row["stage"] for row in found] == [one.stage.name for one in planned]
+    sizes: dict[str, int] = {}
+    for row in found:
+        sizes |= {name: max(sizes.get(name, 0), *places.values()) for name, places in row["tenants"].items()}
+    for row, one in zip(found, planned, strict=True):
+        places = {str(tenant): place for tenant, place in one.places.items() if place != "gone"}
+        held = {name: place for name, where in row["tenants"].items() for place, size in where.items() if size}
+        assert held == places
+        for place in ("device", "host", "disk"):
+            assert row[f"{place}_bytes"] == sum(sizes[name] for name, where in places.items() if where == place)
+    weights = sum(tensor.nbytes for tensor in load_file(toy / "actor/model.safetensors").values())
+    assert sizes["reference.weights"] == sizes["generator.weights"] == sizes["actor.optimizer"] // 2 == weights
+    padding = sizes["actor.weights"] - weights
+    assert 0 <= padding < 2048 and sizes["actor.gradients"] == sizes["actor.weights"], "buffers are padded alike"
+    step = rows(tmp_path / "metrics.jsonl")[1]
+    assert step["memory/peak_gib"] * 2**30 == max(
+        row["peak_bytes"] for row in rows(tmp_path / "memory.jsonl") if row["step"] == 2
+    )
 
 
 @pytest.mark.parametrize("layout, name", CASES)

@@ -53,3 +53,20 @@ def test_entering_twice_is_refused():
 
 def test_memory_is_accounted():
     assert Snapshot(parameters()).num_bytes == 2 * 3 * 4 * 4
+
+
+def test_a_snapshot_on_disk_is_exchanged_like_one_in_memory(tmp_path):
+    module = parameters()
+    start = {name: parameter.detach().clone() for name, parameter in module.items()}
+    snapshot = Snapshot(module, file=tmp_path / "reference.bin")
+    for parameter in module.values():
+        parameter.data.mul_(1.7)
+    trained = {name: parameter.detach().clone() for name, parameter in module.items()}
+    for _ in range(2):
+        with snapshot.swapped_in(module):
+            assert all(torch.equal(module[name], start[name]) for name in module)
+        assert all(torch.equal(module[name], trained[name]) for name in module)
+    assert (tmp_path / "reference.bin").stat().st_size == snapshot.num_bytes == 2 * 3 * 4 * 4
+    assert snapshot.bytes_exchanged == 2 * 2 * 2 * snapshot.num_bytes
+    snapshot.close()
+    assert not list(tmp_path.iterdir())
