@@ -82,7 +82,7 @@ class Residency:
         """A copy of `parameters` as they are now at the tenant's home, to be exchanged into them."""
         home = self._homes.setdefault(tenant, "host")
         file = self._folder / f"{tenant}.bin" if home == "disk" else None
-        return Snapshot(parameters, on_device=home == "device", file=file)
+        return Snapshot(parameters, on_device=home == "device", file=file, is_checked=self._is_checked)
 
     def add_exchanged(self, tenant: Tenant, weights: Exchanged) -> None:
         """A second set of weights, at its home for good."""

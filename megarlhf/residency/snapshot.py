@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from megarlhf import device
-from megarlhf.residency.files import BytesFile, bytes_of
+from megarlhf.errors import ResidencyError
+from megarlhf.residency.files import BytesFile, bytes_of, checksum
 
 
 class Snapshot:
@@ -22,13 +23,18 @@ class Snapshot:
         *,
         on_device: bool = False,
         file: Path | None = None,
+        is_checked: bool = False,
     ):
-        """Copies `parameters` as they are now: to the host, or to `file`, or beside them on their device."""
+        """Copies `parameters` as they are now: to the host, or to `file`, or beside them on their device.
+
+        `is_checked`: what is exchanged in is compared with what was put there.
+        """
         self._file = None if file is None else BytesFile(file)
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._offsets: dict[Hashable, int] = {}
         self._keys = parameters.keys()
         self._inside = False
+        self._sums = {key: checksum(bytes_of(one)) for key, one in parameters.items()} if is_checked else {}
         self.num_bytes = 0
         """Memory or disk held."""
         self.bytes_exchanged = 0
@@ -67,10 +73,20 @@ class Snapshot:
         assert parameters.keys() == self._keys, "the snapshot was taken of a model with other parameters"
         for key, parameter in parameters.items():
             ours = parameter.detach().clone()
-            if self._file is None:
-                parameter.copy_(self._kept[key])
-                self._kept[key].copy_(ours)
+            if self._file is None:  # on a GPU both copies follow each other on the device, and nothing waits for them
+                parameter.copy_(self._kept[key], non_blocking=True)
+                self._kept[key].copy_(ours, non_blocking=True)
             else:
                 self._file.read(self._offsets[key], bytes_of(parameter))
                 self._file.write(self._offsets[key], bytes_of(ours))
             self.bytes_exchanged += 2 * parameter.nbytes
+            if self._sums:
+                self._verify(key, parameter, ours)
+
+    def _verify(self, key: Hashable, arrived: torch.Tensor, kept: torch.Tensor) -> None:
+        if checksum(bytes_of(arrived)) != self._sums[key]:
+            raise ResidencyError(
+                f"{key}: other bytes were exchanged in than had been put aside (residency.check_transfers); the copy "
+                "failed, not your settings"
+            )
+        self._sums[key] = checksum(bytes_of(kept))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarlhf.errors import ResidencyError
 from megarlhf.residency.snapshot import Snapshot
 
 
@@ -58,7 +59,7 @@ def test_memory_is_accounted():
 def test_a_snapshot_on_disk_is_exchanged_like_one_in_memory(tmp_path):
     module = parameters()
     start = {name: parameter.detach().clone() for name, parameter in module.items()}
-    snapshot = Snapshot(module, file=tmp_path / "reference.bin")
+    snapshot = Snapshot(module, file=tmp_path / "reference.bin", is_checked=True)
     for parameter in module.values():
         parameter.data.mul_(1.7)
     trained = {name: parameter.detach().clone() for name, parameter in module.items()}
@@ -68,5 +69,8 @@ def test_a_snapshot_on_disk_is_exchanged_like_one_in_memory(tmp_path):
         assert all(torch.equal(module[name], trained[name]) for name in module)
     assert (tmp_path / "reference.bin").stat().st_size == snapshot.num_bytes == 2 * 3 * 4 * 4
     assert snapshot.bytes_exchanged == 2 * 2 * 2 * snapshot.num_bytes
+    (tmp_path / "reference.bin").write_bytes(bytes(snapshot.num_bytes))
+    with pytest.raises(ResidencyError, match="other bytes were exchanged in"), snapshot.swapped_in(module):
+        pass
     snapshot.close()
     assert not list(tmp_path.iterdir())
