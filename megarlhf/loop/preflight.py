@@ -15,6 +15,7 @@ from megarlhf.loop.resuming import folder_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
 from megarlhf.models.score_config import score_rule, weight_violations
+from megarlhf.residency.schedule import homes
 from megarlhf.rewards.remote import read_token
 from megarlhf.rewards.sources import check_spec
 
@@ -31,6 +32,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
+    found += _disk_violations(settings) if isinstance(settings, OnlineRun) else []
     for name, architecture in models.items():
         found += head_violations(cast[name], architecture)
     if isinstance(settings, OnlineRun):
@@ -127,6 +129,14 @@ def _missing_file(setting: str, path: str, wanted: str) -> list[str]:
     return [f"{setting}: {Path(path).absolute()} is not a file; give {wanted}"]
 
 
+def _disk_violations(settings: OnlineRun) -> list[str]:
+    """A folder of its own for what waits on disk is made and tried; by default it lies in the run folder."""
+    folder = settings.residency.folder
+    if not folder or "disk" not in homes(settings).values():
+        return []
+    return _unwritable("residency.folder", Path(folder))
+
+
 def _folder_violations(settings: AnyRun) -> list[str]:
     """The folder is made and tried: at the end of a run it would be too late."""
     folder = Path(settings.run.dir)
@@ -135,9 +145,13 @@ def _folder_violations(settings: AnyRun) -> list[str]:
     found = folder_violations(settings)
     if found:
         return found
+    return _unwritable("run.dir", folder)
+
+
+def _unwritable(setting: str, folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return []
     except OSError as problem:
-        return [f"run.dir: {folder.absolute()} cannot be written: {problem.strerror}; choose another folder"]
+        return [f"{setting}: {folder.absolute()} cannot be written: {problem.strerror}; choose another folder"]

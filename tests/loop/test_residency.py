@@ -74,7 +74,7 @@ def rows(path: Path) -> list[dict]:
 
 def trained(folder: Path) -> dict:
     """Everything that two runs have to agree on to the bit."""
-    last = folder / "checkpoints/step_2"
+    last = folder / "exports/step_2"
     weights = {model: load_file(last / model / "model.safetensors") for model in ("actor", "critic")}
     numbers = [
         {name: value for name, value in row.items() if not name.startswith(("time/", "memory/", "bytes/"))}
@@ -136,3 +136,16 @@ def test_any_residency_trains_the_same_bits(toy, tmp_path, resident, layout, nam
         assert ours["weights"][model].keys() == theirs["weights"][model].keys()
         assert all(torch.equal(ours["weights"][model][key], value) for key, value in theirs["weights"][model].items())
     assert not list((tmp_path / "residency").rglob("*.bin")), "files are left behind"
+
+
+def test_what_cannot_be_is_told_before_anything_is_loaded(toy, tmp_path):
+    from megarlhf.loop.preflight import preflight
+
+    (tmp_path / "file").write_text("")
+    residency = replace(ON_DISK, generator="view", folder=str(tmp_path / "file/inside"), device_gib=-1.0)
+    wanted = settings(toy, tmp_path / "run", "2, resharded", residency)
+    found = preflight(replace(wanted, reference=Reference(follow_rate=0.5)), 2)
+    assert [line.partition(":")[0] for line in found] == ["residency.device_gib", "residency.folder"]
+    residency = replace(residency, device_gib=0.0, folder="", reference="disk")
+    found = preflight(replace(wanted, residency=residency, reference=Reference(follow_rate=0.5)), 2)
+    assert [line.partition(":")[0] for line in found] == ["residency.reference", "residency.generator"]
