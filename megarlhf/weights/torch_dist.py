@@ -48,6 +48,20 @@ class Block:
     dtype: torch.dtype | None
 
 
+def write_blocks(path: Path, blocks: Iterable[tuple[str, Box, torch.Tensor]]) -> list[Block]:
+    """Write one `.distcp` file, down to the disk, holding one block at a time."""
+    written = []
+    with path.open("wb") as stream:
+        for name, box, tensor in blocks:
+            stream.write(b"\0" * (aligned(stream.tell()) - stream.tell()))
+            offset = stream.tell()
+            torch.save(tensor, stream)
+            written.append(Block(name, box, path.name, offset, stream.tell() - offset, tensor.dtype))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
+
+
 def object_bytes() -> bytes:
     """What stands for an empty object, as megarlhf's own models' `_extra_state` is."""
     stream = io.BytesIO()
