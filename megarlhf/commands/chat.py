@@ -13,12 +13,12 @@ def main(argv: Sequence[str]) -> int:
 
     device.prepare()
     device.join_world()
-    from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Generator, Request, Sampling
-    from megarlhf.loop.inference import load_model
+    from megarlhf.loop.inference import load_model, load_tokenizer
 
-    tokenizer = Tokenizer(options.model)
-    generator = Generator(load_model(options.model, tp=1, pp=1, dtype="float32", world_size=1), max_slots=1)
+    tokenizer = load_tokenizer(options.model, options.base)
+    model = load_model(options.model, tp=1, pp=1, dtype="float32", world_size=1, base=options.base)
+    generator = Generator(model, max_slots=1)
     sampling = Sampling(
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -47,7 +47,8 @@ def _read_line() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarlhf chat", description=SUMMARY)
-    parser.add_argument("model", help="Hugging Face model folder")
+    parser.add_argument("model", help="Hugging Face model folder, or a folder of LoRA adapters")
+    parser.add_argument("--base", default="", help="folder of the model that LoRA adapters are for, if not as they say")
     parser.add_argument("--plain", action="store_true", help="continue each line as it is, without the chat template")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the most likely token")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="an answer is cut here")

@@ -11,6 +11,7 @@ from megarlhf.loop.inference import (
     answers_violations,
     launch,
     load_model,
+    load_tokenizer,
     prompts_of,
     requests_for,
     sampling,
@@ -42,12 +43,11 @@ def require_valid(model: str, settings: GenerateRun, world_size: int) -> None:
 
 def run_generate(model_folder: str, settings: GenerateRun, rank: int, world_size: int) -> Summary:
     """Generates, and writes the file on rank 0. Collective over the world, which is joined."""
-    from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Generator
 
-    tokenizer = Tokenizer(model_folder, settings.stop_tokens)
+    tokenizer = load_tokenizer(model_folder, settings.base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
-    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size)
+    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
     generator = Generator(model, settings.max_slots)
     requests = requests_for(prompts, settings.samples_per_prompt)
     start = time.perf_counter()

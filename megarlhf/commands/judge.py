@@ -12,6 +12,7 @@ from megarlhf.loop.inference import (
     answers_violations,
     launch,
     load_model,
+    load_tokenizer,
     model_violations,
     principles_violations,
     prompts_of,
@@ -85,10 +86,10 @@ def run_judge(model_folder: str, settings: JudgeRun, rank: int, world_size: int)
     from megarlhf.loop.judging import pairs_of, verdict
 
     left_out: Counter[str] = Counter()
-    tokenizer = Tokenizer(model_folder, settings.stop_tokens)
+    tokenizer = load_tokenizer(model_folder, settings.base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
     judge_tokenizer = Tokenizer(settings.judge) if settings.judge else tokenizer
-    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size)
+    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
     generator = Generator(model, settings.max_slots)
     requests = requests_for(prompts, settings.samples_per_prompt)
     completions = generator.generate(requests, sampling(settings, tokenizer.stop_ids))

@@ -11,6 +11,7 @@ from megarlhf.loop.inference import (
     answers_violations,
     launch,
     load_model,
+    load_tokenizer,
     principles_violations,
     prompts_of,
     told,
@@ -54,14 +55,13 @@ def run_revise(model_folder: str, settings: ReviseRun, rank: int, world_size: in
     Raises DataError when no revised answer is left.
     """
     from megarlhf.data.principles import read_principles
-    from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Generator
     from megarlhf.loop.revising import Writer
 
     left_out: Counter[str] = Counter()
-    tokenizer = Tokenizer(model_folder, settings.stop_tokens)
+    tokenizer = load_tokenizer(model_folder, settings.base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
-    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size)
+    model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
     writer = Writer(Generator(model, settings.max_slots), tokenizer, settings, left_out)
     drafts = writer.drafts(prompts, read_principles(settings.principles, "--principles"), settings.rounds)
     num_answers = len(drafts)

@@ -37,5 +37,8 @@ class Answers:
     """Precision of weights and activations."""
     max_slots: int = 64
     """Sequences decoded at once per data-parallel rank; a finished one's slot is refilled."""
+    base: str = ""
+    """Where MODEL_DIR is a folder of LoRA adapters (PEFT's format): the folder of the model that they are for; empty:
+    the one that its adapter_config.json names."""
     json: bool = False
     """Print the summary as one JSON object."""

@@ -72,6 +72,7 @@ RANGES = {
     "pretraining.coef": NOT_NEGATIVE,
     "residency.device_gib": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
+    "data.max_bad_share": FRACTION,
     "statistics.max_examples": NOT_NEGATIVE,
     "run.seed": SEED,
     "run.steps": AT_LEAST_ONE,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+BadRow = Literal["error", "skip"]
 NEGATIVE_KINDS = ("shuffled", "truncated", "repeated")
 
 
@@ -25,6 +26,11 @@ class Texts:
     """End answers and texts with the end token where they do not end with a stop token already."""
     shuffle: bool = True
     """Shuffle the examples anew in every epoch."""
+    on_bad_row: BadRow = "error"
+    """What becomes of rows that cannot be used (not JSON, without a key, of a wrong type, too long). error: every one
+    is reported and nothing starts. skip: they are left out, and their number and the first places are told."""
+    max_bad_share: float = 0.01
+    """With on_bad_row skip: the largest share of bad rows (one may always be) with which a run starts all the same."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ def corpus_violations(settings: Texts, section: str) -> Iterator[str]:
     """What is wrong with a corpus whose settings are under the name `section`, without a look at the file."""
     if not settings.path:
         yield f"{section}.path: is not set; give a path"
+    if not 0 <= settings.max_bad_share <= 1:
+        yield f"{section}.max_bad_share: {settings.max_bad_share} is out of range; choose a value between 0 and 1"
     for name, least in (("batch_size", 1), ("epochs", 1), ("max_tokens", 2)):
         if name in vars(settings) and vars(settings)[name] < least:
             yield f"{section}.{name}: {vars(settings)[name]} is out of range; choose {least} or more"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarlhf.config.algorithms import PPO
-from megarlhf.config.corpus import Texts
+from megarlhf.config.corpus import BadRow, Texts
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
 from megarlhf.config.precision import FP8, Layers
@@ -217,13 +217,21 @@ class Data:
     """Where prompts come from."""
 
     prompts: str = ""
-    """JSONL file: one `{"prompt": text}` or `{"messages": [...]}` per line; other keys are metadata for rewards."""
+    """JSONL or Parquet file, folder of a data set saved by the `datasets` package, or hub:OWNER/NAME: rows
+    `{"prompt": text}` or `{"messages": [...]}`; other keys are metadata for rewards."""
     max_prompt_tokens: int = 512
     """Longest prompt."""
     too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
     """What to do with a longer one."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch."""
+    split: str = "train"
+    """Split that is read where a data set folder or hub data set has several."""
+    on_bad_row: BadRow = "error"
+    """What becomes of rows that cannot be used (not JSON, without a key, of a wrong type, too long). error: every one
+    is reported and nothing starts. skip: they are left out, and their number and the first places are told."""
+    max_bad_share: float = 0.01
+    """With on_bad_row skip: the largest share of bad rows (one may always be) with which a run starts all the same."""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def _read(
     rows = read_each(
         lines(settings.path, f"{section}.path", settings.split),
         lambda line: fit(convert(line.values(), encoder, line.row), settings, section, encoder, outcomes),
+        settings,
+        section,
     )
     examples = [example for pieces in rows for example in pieces]
     _report(settings, section, len(rows), len(examples), outcomes)

@@ -1,22 +1,30 @@
 """The rows of a data set, each with the place where a person finds it: JSONL, Parquet, or a Hugging Face data set.
 
 Blank lines of JSONL are skipped and do not count as rows; a UTF-8 byte-order mark and CRLF line ends are accepted.
-Nothing else is mended: every bad line is an error that names file and line, and all are reported at once. In Parquet
-and in data sets every row has every column, so a column that is null in a row counts as absent from that row.
+Nothing else is mended: every bad row is an error that names file and line, and all are reported at once; or, if the
+settings say so, bad rows are skipped, counted and told, as long as they are few. In Parquet and in data sets every row
+has every column, so a column that is null in a row counts as absent from that row.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarlhf.config.corpus import Texts
+from megarlhf.config.settings import Data
 from megarlhf.errors import DataError
+
+log = logging.getLogger(__name__)
 
 HUB = "hub:"
 """Before the name of a data set of the Hugging Face hub."""
 MAX_REPORTED = 20
 """Bad rows spelled out in one error; the rest are counted."""
+NUM_PLACES = 5
+"""Skipped rows whose places are told."""
 FOREIGN = ((b"PAR1", "a parquet file"), (b"\x1f\x8b", "a gzip file"), (b"PK", "a zip file"))
 """First bytes of what is given for JSONL by mistake."""
 
@@ -32,9 +40,13 @@ class Line:
     row: int
     """Counts rows from 0."""
     content: str | dict[str, Any]
+    fault: str = ""
+    """Why the line could not even be read as text."""
 
     def values(self) -> dict[str, Any]:
         """The row's keys. Raises DataError when the line is not a JSON object."""
+        if self.fault:
+            raise DataError(self.fault)
         return parse(self.content) if isinstance(self.content, str) else self.content
 
 
@@ -54,18 +66,36 @@ def lines(path: str, setting: str, split: str = "train") -> Iterator[Line]:
     return _parquet_lines(file, setting) if file.suffix == ".parquet" else _json_lines(file, setting)
 
 
-def read_each(rows: Iterable[Line], convert: Callable[[Line], Result]) -> list[Result]:
-    """`convert` of every row. The DataErrors of all rows are raised as one, each with its place."""
-    results, errors = [], []
+def read_each(
+    rows: Iterable[Line], convert: Callable[[Line], Result], settings: Texts | Data, section: str = "data"
+) -> list[Result]:
+    """`convert` of every row that can be used.
+
+    Rows for which it raises DataError are bad: their errors are raised as one, each with its place, or, if the settings
+    say skip and they are not too many, the first few places and their number are logged. `section` is the name of the
+    settings.
+    """
+    results, errors, places = [], [], []
     for line in rows:
         try:
             results.append(convert(line))
         except DataError as error:
             errors.append(f"{line.place}: {error}")
-    if errors:
-        more = [f"... and {len(errors) - MAX_REPORTED} more bad lines"] if len(errors) > MAX_REPORTED else []
-        raise DataError("\n".join(errors[:MAX_REPORTED] + more))
-    return results
+            places.append(line.place)
+    if not errors:
+        return results
+    count = len(errors) + len(results)
+    if settings.on_bad_row == "skip" and results and len(errors) <= max(1, settings.max_bad_share * count):
+        some = ", ".join(places[:NUM_PLACES]) + (", ..." if len(places) > NUM_PLACES else "")
+        log.warning("skipped %d of %d rows that cannot be used (%s): %s", len(errors), count, some, errors[0])
+        return results
+    more = [f"... and {len(errors) - MAX_REPORTED} more bad lines"] if len(errors) > MAX_REPORTED else []
+    if settings.on_bad_row == "skip":
+        more.append(
+            f"{section}.max_bad_share: {len(errors)} of {count} rows are bad, more than the share "
+            f"{settings.max_bad_share} that may be skipped; correct the file, or raise it"
+        )
+    raise DataError("\n".join(errors[:MAX_REPORTED] + more))
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -102,14 +132,13 @@ def _json_lines(path: Path, setting: str) -> Iterator[Line]:
     for number, raw in enumerate(content.split(b"\n"), start=1):
         try:
             text = raw.decode("utf-8").strip()
+            fault = ""
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: byte {offset + error.start} of the file is not UTF-8 ({raw[error.start]:#04x}); "
-                "save the file as UTF-8"
-            ) from error
+            at = f"byte {offset + error.start} of the file is not UTF-8 ({raw[error.start]:#04x})"
+            text = fault = f"{at}; save the file as UTF-8"
         offset += len(raw) + 1
         if text:
-            yield Line(f"{path}:{number}", row, text)
+            yield Line(f"{path}:{number}", row, text, fault)
             row += 1
 
 

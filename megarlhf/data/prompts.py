@@ -35,7 +35,7 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer, settings: Data) -> list
         num_cut += 1
         return _shorten(prompt, tokenizer, settings)
 
-    rows = read_each(lines(str(path), "data.prompts"), read)
+    rows = read_each(lines(str(path), "data.prompts", settings.split), read, settings)
     prompts = [prompt for prompt in rows if prompt is not None]
     _report(Path(path), settings, len(rows), num_cut, len(prompts))
     return prompts

@@ -83,7 +83,7 @@ def answers_violations(command: str, model: str, settings: Answers, world_size: 
         violations += [f"--{violation}" for violation in error.violations]
     if settings.tp > 0 and settings.pp > 0:
         violations += launch_violations(command, settings.tp, settings.pp, world_size)
-        violations += model_violations("MODEL_DIR", model, settings.tp, settings.pp) if model else []
+        violations += model_violations("MODEL_DIR", model, settings.tp, settings.pp, settings.base) if model else []
     return violations
 
 
@@ -110,12 +110,19 @@ def launch_violations(command: str, tp: int, pp: int, world_size: int) -> list[s
     ]
 
 
-def model_violations(setting: str, folder: str, tp: int, pp: int) -> list[str]:
-    """Why the folder given as `setting` does not hold a language model that can be cut into tp and pp."""
+def model_violations(setting: str, folder: str, tp: int, pp: int, base: str = "") -> list[str]:
+    """Why the folder given as `setting` does not hold a language model that can be cut into tp and pp.
+
+    It may hold LoRA adapters of a model, which `base` names where their own config does not.
+    """
     from megarlhf.models.architecture import Architecture, layout_violations
+    from megarlhf.weights.adapters import peft_folder
 
     try:
-        architecture = Architecture.from_folder(folder)
+        adapted = peft_folder(folder, base)
+        if base and not adapted:
+            return [f"--base: {folder} holds no LoRA adapters (adapter_config.json) that would need one; leave it out"]
+        architecture = Architecture.from_folder(adapted.base if adapted else folder)
     except (ConfigError, CheckpointError) as error:
         return [f"{setting}: {error}"]
     if architecture.num_labels:
@@ -136,19 +143,42 @@ def principles_violations(path: str, count_name: str, count: int) -> list[str]:
     return [f"--{count_name} {count}: use 1 to {num_principles}, the number of principles"]
 
 
-def load_model(folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: str = "vocabulary") -> "Model":
-    """The model with its weights, tp * pp ranks a copy. Collective over the world."""
+def load_tokenizer(folder: str, base: str = "", stop_tokens: Sequence[str] = ()) -> "Tokenizer":
+    """The folder's tokenizer; of a folder of LoRA adapters, that of the model they are for (`base`, or as they say)."""
+    from megarlhf.data.tokenizer import Tokenizer
+    from megarlhf.weights.adapters import peft_folder
+
+    adapted = peft_folder(folder, base)
+    return Tokenizer(adapted.base if adapted else folder, stop_tokens)
+
+
+def load_model(
+    folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: str = "vocabulary", base: str = ""
+) -> "Model":
+    """The model with its weights, tp * pp ranks a copy. Collective over the world.
+
+    LoRA adapters in `folder` are merged into the weights of their model (`base`, or the one that they name).
+    """
     import torch
 
     from megarlhf.models.architecture import Architecture
     from megarlhf.models.build import build_model
+    from megarlhf.models.lora import add_lora, merge_adapters
     from megarlhf.parallel.groups import build_groups
+    from megarlhf.weights.adapters import load_peft, peft_folder
     from megarlhf.weights.load import load_weights
+
+    adapted = peft_folder(folder, base)
+    whole = adapted.base if adapted else folder
 
     groups = build_groups(Layout(tp=tp, pp=pp), world_size)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    model = build_model(Architecture.from_folder(folder), groups, head=head, dtype=kind, seed=None)
-    load_weights(model, folder)
+    model = build_model(Architecture.from_folder(whole), groups, head=head, dtype=kind, seed=None)
+    load_weights(model, whole)
+    if adapted:
+        add_lora(model, adapted.lora)
+        load_peft(model, adapted.path, adapted.lora)
+        merge_adapters(model)
     return model
 
 

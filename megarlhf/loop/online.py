@@ -33,6 +33,7 @@ from megarlhf.residency.schedule import homes
 from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
+from megarlhf.weights.adapters import trained_parameters
 from megarlhf.weights.exchange import Resharder
 from megarlhf.weights.load import load_weights
 
@@ -106,7 +107,7 @@ def _actor_scorers(
     scorers: dict[str, Scorer] = {"logp": LogprobScorer(actor, "logp_start", temperature, max_tokens)}
     followers: tuple[Follower, ...] = ()
     if settings.actor.average_decay:
-        average = Average(actor.named_parameters(), settings.actor.average_decay)
+        average = Average(trained_parameters(actor), settings.actor.average_decay)  # adapters only, with LoRA
         followers = (Follower(average, "actor", "hf_average"),)
     if "logp_reference" not in algorithm.reads(settings.algorithm):
         return scorers, followers

@@ -7,6 +7,7 @@ from tempfile import TemporaryFile
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Reference, Reward
+from megarlhf.data.files import HUB
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.model_rules import head_violations, offline_length_violations, online_length_violations
@@ -41,7 +42,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
         found += online_length_violations(settings, models)
         found += _reward_violations(settings)
         found += [line for role in cast.values() for line in _scaling_violations(role)]
-        found += _missing_file("data.prompts", settings.data.prompts, "a JSONL file of prompts")
+        found += _missing_prompts(settings.data.prompts)
     else:
         found += offline_length_violations(settings, models)
     if not isinstance(settings, SFTRun | RewardModelRun):
@@ -123,10 +124,13 @@ def _reward_violations(settings: OnlineRun) -> list[str]:
     return found
 
 
-def _missing_file(setting: str, path: str, wanted: str) -> list[str]:
-    if not path or Path(path).is_file():
+def _missing_prompts(path: str) -> list[str]:
+    if not path or path.startswith(HUB) or Path(path).exists():
         return []
-    return [f"{setting}: {Path(path).absolute()} is not a file; give {wanted}"]
+    return [
+        f"data.prompts: {Path(path).absolute()} is not there; give a JSONL or Parquet file of prompts, or the folder "
+        "of a data set"
+    ]
 
 
 def _disk_violations(settings: OnlineRun) -> list[str]:

@@ -176,6 +176,15 @@ def adapters_off(model: Model) -> Iterator[None]:
             adapter.is_enabled = was_enabled
 
 
+@torch.no_grad()
+def merge_adapters(model: Model) -> None:
+    """Adds each adapter to the weight beside it, for good, and switches it off: for models that are not trained."""
+    weights = base_parameters(model)
+    for key, adapter in adapters(model).items():
+        weights[key].copy_(adapter.merged(weights[key]))
+        adapter.is_enabled = False
+
+
 def adapter_parameters(model: Model) -> dict[Key, Parameter]:
     """Parameters of the adapters by (chunk, name); empty without LoRA."""
     stems = {

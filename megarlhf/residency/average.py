@@ -40,17 +40,18 @@ class Average:
 
     @contextmanager
     def swapped_in(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Iterator[None]:
-        """Inside the block `parameters` hold the average; afterwards they are bit for bit what they were.
+        """Inside the block those of `parameters` that are averaged hold the average; afterwards they are bit for bit
+        what they were.
 
-        Extra host memory: one copy of the weights.
+        Extra host memory: one copy of these weights.
         """
-        ours = {key: parameter.detach().to("cpu", copy=True) for key, parameter in parameters.items()}
+        ours = {key: parameters[key].detach().to("cpu", copy=True) for key in self._host}
         _fill(parameters, self._host)
         try:
             yield
         finally:
             _fill(parameters, ours)
-            self.bytes_exchanged += 2 * sum(parameter.nbytes for parameter in parameters.values())
+            self.bytes_exchanged += 2 * sum(parameters[key].nbytes for key in self._host)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,5 +60,5 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _fill(parameters: Mapping[Hashable, torch.nn.Parameter], values: Mapping[Hashable, torch.Tensor]) -> None:
-    for key, parameter in parameters.items():
-        parameter.copy_(values[key])
+    for key, value in values.items():
+        parameters[key].copy_(value)

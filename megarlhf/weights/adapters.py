@@ -5,13 +5,14 @@ Where each element of an adapter lives follows from where the weight beside it l
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megarlhf.config.layout import Layout
-from megarlhf.config.lora import LoRA
+from megarlhf.config.lora import LINEARS, LoRA
 from megarlhf.config.settings import Precision
 from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
@@ -30,6 +31,16 @@ from megarlhf.weights.plan import BUCKET_BYTES
 from megarlhf.weights.transfers import Holding
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_FOREIGN = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (None, False)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
+    **dict.fromkeys(("layers_to_transform", "layer_replication", "trainable_token_indices"), (None, [])),
+    **dict.fromkeys(("modules_to_save",), (None, [], ["score"])),
+}
+"""Entries of adapter_config.json that change what adapters compute, with the values under which they do what is
+computed here."""
 
 
 def adapter_map(
@@ -157,6 +168,42 @@ def _peft_config(model: Model, lora: LoRA, base: str) -> dict:
     }
 
 
+@dataclass(frozen=True)
+class PeftFolder:
+    """A folder of adapters, and the model that they are for."""
+
+    path: Path
+    base: str
+    """Folder of the model, as the adapters' config or the user names it."""
+    lora: LoRA
+
+
+def peft_folder(path: str | Path, base: str = "") -> PeftFolder | None:
+    """What PEFT's adapter_config.json in `path` says; None where there is none.
+
+    `base` stands in for the model that it names. Raises CheckpointError for adapters of a kind that cannot be computed
+    here, naming every entry.
+    """
+    path = Path(path)
+    if not (path / CONFIG_NAME).is_file():
+        return None
+    config = _read_settings(path / CONFIG_NAME)
+    named, targets = base or str(config.get("base_model_name_or_path") or ""), config.get("target_modules")
+    problems = [f"{key} is {config[key]!r}" for key in _FOREIGN if config.get(key) not in _FOREIGN[key]]
+    if type(config.get("r")) is not int or type(config.get("lora_alpha")) not in (int, float):
+        problems.append(f"r and lora_alpha are {config.get('r')!r} and {config.get('lora_alpha')!r}")
+    if not isinstance(targets, list) or not set(targets) <= set(LINEARS):
+        problems.append(f"target_modules is {targets!r}; supported: a list of {', '.join(LINEARS)}")
+    if problems:
+        raise CheckpointError(f"{path / CONFIG_NAME}: these adapters are not supported: {'; '.join(problems)}")
+    if not (Path(named) / "config.json").is_file():
+        raise CheckpointError(
+            f"{path / CONFIG_NAME}: the adapters are for {named or 'a model without a name'}, which is no model folder "
+            "here; give its folder with --base"
+        )
+    return PeftFolder(path, named, LoRA(config["r"], config["lora_alpha"], tuple(targets)))
+
+
 @torch.no_grad()
 def load_peft(model: Model, path: str | Path, lora: LoRA) -> None:
     """Fill the adapters of `model` from a folder that `export_peft` or PEFT wrote; each rank reads its own boxes.
@@ -191,10 +238,7 @@ def _load(model: Model, path: Path, lora: LoRA) -> None:
 
 
 def _require_settings(file: Path, lora: LoRA) -> None:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); give a folder of a LoRA") from error
+    config = _read_settings(file)
     wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": sorted(lora.targets)}
     found = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha"), "target_modules": _targets(config)}
     names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
@@ -205,6 +249,16 @@ def _require_settings(file: Path, lora: LoRA) -> None:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
+
+
+def _read_settings(file: Path) -> dict:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); give a folder of a LoRA") from error
+    return config
 
 
 def _targets(config: dict) -> list[str] | str | None:

@@ -186,3 +186,40 @@ def test_a_linear_reward_model_recovers_a_ranking():
         loss.backward()
         optimizer.step()
     assert metrics["rewards/accuracy"] > 0.98
+
+
+NAMES = ("a", "b", "c")
+SEVERAL = RewardModelling(loss="regression", attributes=NAMES)
+
+
+def test_several_scores_by_hand_and_missing_ones_teach_nothing():
+    """Squared errors 1, 4 and 9; 16 alone; two tokens a row, of which the first is not read in the second row."""
+    nan = math.nan
+    batch = answers(bools([1, 1], [0, 1]), [0.0, 0.0], [0, 1], attributes=floats([1, 0, 0], [nan, 3, nan]))
+    value = torch.tensor([[[2.0, 2, 3], [0, 0, 0]], [[5, 5, 5], [1, 7, 1]]], requires_grad=True)
+    loss, metrics = loss_of(value, batch, SEVERAL)
+    expected = (((1 + 4 + 9) / 3 + (1 + 0 + 0) / 3) / 2 + 16) / 2
+    assert float(loss.detach()) == pytest.approx(expected, abs=1e-6)
+    assert metrics["rewards/error/a"] == pytest.approx(1.0) and metrics["rewards/error/b"] == pytest.approx(2.0)
+    assert metrics["scores/a"] == pytest.approx(0.5) and metrics["scores/b"] == pytest.approx(3.5)
+    loss.backward()
+    assert bool((value.grad[1, 0] == 0).all()) and value.grad[1, 1].tolist() == [0.0, 4.0, 0.0]
+
+
+def test_several_whole_scores_are_transformers_regression():
+    """LlamaForSequenceClassification with problem_type regression: mean squared error over rows and labels."""
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+    class Config:
+        problem_type, num_labels = "regression", 3
+
+    torch.manual_seed(0)
+    value, wanted = torch.randn(5, 1, 3), torch.randn(5, 3)
+    batch = answers(bools(*[[1]] * 5), [0.0] * 5, list(range(5)), attributes=wanted)
+    found, _ = loss_of(value, batch, SEVERAL)
+    expected = ForSequenceClassificationLoss(wanted, value[:, 0], Config())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    single = RewardModelling(loss="regression", attributes=("a",))
+    batch = answers(bools(*[[1]] * 5), [0.0] * 5, list(range(5)), attributes=wanted[:, :1])
+    found, _ = loss_of(value[:, :, 0], batch, single)
+    assert float(found) == pytest.approx(float((value[:, 0, 0] - wanted[:, 0]).square().mean()), abs=1e-6)

@@ -1,6 +1,7 @@
 """`megarlhf generate`: the file it writes, in every layout, and what it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megarlhf import cli, device
+from megarlhf.commands import chat
 from megarlhf.commands.generate import GenerateRun, main, require_valid, run_generate
 from megarlhf.errors import ConfigError, DataError
 from megarlhf.loop.inference import Summary
@@ -84,6 +86,64 @@ def test_every_layout_writes_the_same_texts(folder, prompts, tmp_path, layout):
     assert "6 responses" in reports[0].sentence and reports[0].numbers["num_near_ties"] == 0
     for alone, shared in zip(one, read(settings.out), strict=True):
         assert shared == alone | {"logprobs": pytest.approx(alone["logprobs"], abs=1e-4)}
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """Random LoRA adapters of the model, written by PEFT itself, and the model with them merged in, by PEFT too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    top = tmp_path_factory.mktemp("adapters")
+    settings = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(top / "peft")
+    model.merge_and_unload().save_pretrained(top / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (top / "merged" / name).write_bytes((folder / name).read_bytes())
+    return top
+
+
+def test_adapters_generate_what_the_merged_model_generates(adapters, folder, prompts, tmp_path):
+    settings = GenerateRun(prompts=str(prompts), temperature=0, max_new_tokens=9)
+    found, other = (
+        run_here(path, replace(settings, out=str(tmp_path / path.name), base=base))
+        for path, base in ((adapters / "peft", ""), (folder, ""))
+    )
+    merged = run_here(adapters / "merged", replace(settings, out=str(tmp_path / "out")))
+    texts, changed = ([row["token_ids"] for row in rows] for rows in (found, other))
+    assert texts == [row["token_ids"] for row in merged] and texts != changed
+    moved = tmp_path / "moved"
+    shutil.copytree(adapters / "peft", moved)
+    config = json.loads((moved / "adapter_config.json").read_text()) | {"base_model_name_or_path": "some/where"}
+    (moved / "adapter_config.json").write_text(json.dumps(config))
+    settings = replace(settings, out=str(tmp_path / "again"))
+    with pytest.raises(ConfigError, match="adapters are for some/where, which is no model folder here; .* --base"):
+        require_valid(str(moved), settings, 1)
+    settings = replace(settings, base=str(folder))
+    require_valid(str(moved), settings, 1)
+    assert [row["token_ids"] for row in run_here(moved, settings)] == texts
+    with pytest.raises(ConfigError, match="--base: .* holds no LoRA adapters"):
+        require_valid(str(folder), settings, 1)
+    (moved / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True, "target_modules": "all-linear"}))
+    with pytest.raises(ConfigError, match="use_dora is True; target_modules is 'all-linear'"):
+        require_valid(str(moved), settings, 1)
+
+
+def test_chat_talks_with_adapters(adapters, monkeypatch, capsys):
+    lines = iter(["Hello", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    answers = []
+    for model in ("peft", "merged"):
+        lines = iter(["Hello", ""])
+        assert chat.main([str(adapters / model), "--temperature", "0", "--max_new_tokens", "9"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(answers[0].splitlines()) > 1
 
 
 def test_everything_wrong_is_told_at_once(folder, tmp_path):

@@ -15,13 +15,29 @@ import pytest
 import torch
 
 from megarlhf.commands.serve import Desk, ServeRun, build, listen, main, require_valid
-from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reference, Reward, Rollout, Run
+from megarlhf.config.corpus import Corpus
+from megarlhf.config.runs import DPORun, KTORun
+from megarlhf.config.settings import (
+    Actor,
+    CorpusRun,
+    Critic,
+    Data,
+    Optimizer,
+    PPORun,
+    Reference,
+    Reward,
+    Rollout,
+    Run,
+    Trainee,
+)
 from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
 from megarlhf.errors import ConfigError, RemoteError
 from megarlhf.loop.launch import run_training
 from megarlhf.loop.preflight import preflight
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.scoring import reward_scores
+from megarlhf.models.score_config import score_rule
+from megarlhf.records.metrics import merge_metrics, metric_results
 from tests.distributed.pool import free_port
 from tests.engines.layouts import frozen_batch
 from tests.tiny import write_llama
@@ -229,9 +245,70 @@ def test_a_run_that_asks_for_scores_and_reference_is_the_run_that_keeps_them(rew
     assert kept[0]["objective/kl"] != 0
 
 
-def metrics_of(settings: PPORun) -> list[dict]:
+@pytest.mark.parametrize("command", ["dpo", "kto"])
+def test_preferences_are_learnt_with_a_reference_that_is_asked_as_with_one_that_is_kept(
+    command, reference, folders, tmp_path
+):
+    rows = [
+        {"prompt": text, "response": text[::-1], "label": bool(number % 2), "chosen": "yes", "rejected": text}
+        for number, text in enumerate(TEXTS * 3)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    actor = Trainee(model=str(write_llama(tmp_path / "actor", seed=2)), optimizer=Optimizer(learning_rate=1e-3))
+    here = {"dpo": DPORun, "kto": KTORun}[command](
+        actor=actor,
+        reference=Reference(model=str(folders["reference"])),
+        data=Corpus(path=str(tmp_path / "rows.jsonl"), batch_size=4, max_tokens=64),
+        run=CorpusRun(dir=str(tmp_path / "here"), sample_texts=0, tensorboard=False),
+    )
+    elsewhere = replace(
+        here,
+        reference=Reference(url=reference[1], request_rows=3),
+        run=replace(here.run, dir=str(tmp_path / "elsewhere")),
+    )
+    kept, asked = metrics_of(here, command), metrics_of(elsewhere, command)
+    for here_row, there_row in zip(kept, asked, strict=True):
+        names = [name for name in here_row if name.startswith(("loss/", "rewards/", "gradient_norm/"))]
+        assert {f"loss/{command}_avg", "gradient_norm/actor"} <= set(names)
+        found = {name: there_row[name] for name in names}
+        assert found == pytest.approx({name: here_row[name] for name in names}, abs=1e-5, rel=1e-5)
+    assert abs(kept[0]["rewards/chosen"]) > 1e-3, "the reference is another model"
+
+
+def test_scores_are_normalised_and_combined_and_raw_ones_told(single_rank, batch, tmp_path):
+    """Two labels, by hand; the run that keeps the reward model has the same scores, and tells what each label said."""
+    statistics = {"megarlhf_score_mean": [1.0, -2.0], "megarlhf_score_std": [0.5, 4.0]}
+    names = {"id2label": {"0": "kind", "1": "short"}}
+    folder = write_llama(tmp_path / "labels", num_labels=2, **names, **statistics)
+    with pytest.raises(ConfigError, match="--attribute_weights: 0 weights, but .* has 2 labels"):
+        require_valid(str(folder), ServeRun(), 1)
+    settings = ServeRun(attribute_weights=(2.0, -1.0))
+    require_valid(str(folder), settings, 1)
+    with serving(folder, settings) as (served, url):
+        answer = post(f"{url}/score", {"prompts": TEXTS, "responses": TEXTS})
+        remote = Reward(functions=(f"{url}/score",))
+        asked = reward_scores(remote, None, served.tokenizer.fingerprint, lambda metrics: None).annotate(batch)
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as health:
+            told = json.loads(health.read())
+    assert told["labels"] == ["kind", "short"] and told["is_normalised"] is True
+    expected = [2 * (kind - 1) / 0.5 - (short + 2) / 4 for kind, short in answer["raw_scores"]]
+    assert answer["scores"] == pytest.approx(expected, abs=1e-5)
+    reported: list = []
+    rule = score_rule(folder, (2.0, -1.0), normalise=True)
+    judge = RewardModelScorer(served.model, 4096, rule)
+    kept = reward_scores(Reward(model=str(folder)), judge, "", reported.append).annotate(batch)
+    torch.testing.assert_close(kept.score, asked.score, rtol=0, atol=1e-5)
+    raw, metrics = judge.raw_scores(batch), metric_results(merge_metrics(reported))
+    assert metrics["reward/model/short"] == pytest.approx(float(raw[:, 1].mean()), abs=1e-5)
+    assert metrics["reward/model"] == pytest.approx(float(kept.score.mean()), abs=1e-5)
+    with serving(folder, replace(settings, normalise=False)) as (_, url):
+        plain = post(f"{url}/score", {"prompts": TEXTS, "responses": TEXTS})
+    assert plain["scores"] == pytest.approx([2 * kind - short for kind, short in plain["raw_scores"]], abs=1e-5)
+
+
+def metrics_of(settings, command: str = "ppo") -> list[dict]:
     assert preflight(settings, 1) == []
-    run_training("ppo", settings, 0, 1)
+    run_training(command, settings, 0, 1)
     with open(f"{settings.run.dir}/metrics.jsonl", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 

@@ -4,9 +4,12 @@ import logging
 
 import pytest
 
+from megarlhf.config.corpus import Corpus
+from megarlhf.data.corpus import attributes_reader
 from megarlhf.data.files import MAX_REPORTED
 from megarlhf.errors import DataError
 from tests import tiny
+from tests.data.conftest import write_rows
 
 CHAT = [{"role": "user", "content": "hi"}]
 ANSWER = [{"role": "assistant", "content": "yo"}]
@@ -127,3 +130,44 @@ def test_an_answer_without_a_token_is_dropped_and_counted(examples):
 def test_an_empty_file_is_an_error(examples):
     with pytest.raises(DataError, match="data.path: .*corpus.jsonl gives no example: it has no rows"):
         examples("demonstrations", [])
+
+
+NAMES = ("helpful", "short")
+
+
+def attributes_of(rows, tmp_path, tokenizer) -> list[tuple]:
+    path = write_rows(tmp_path / "scores.jsonl", [{"prompt": "a", "response": "b", **row} for row in rows])
+    found = attributes_reader(NAMES)(Corpus(path=str(path)), tokenizer)
+    return [example.answers[0].attributes for example in found]
+
+
+def test_several_scores_are_an_object_a_list_or_keys_of_the_row(tmp_path, tokenizer):
+    rows = [
+        {"scores": {"short": 1, "helpful": 4.5, "funny": 2}},
+        {"scores": {"helpful": 3}},
+        {"scores": [None, 2]},
+        {"helpful": 1, "short": 0},
+        {"scores": {"helpful": None, "short": 0}},
+    ]
+    found = attributes_of(rows, tmp_path, tokenizer)
+    assert found == [(4.5, 1.0), (3.0, None), (None, 2.0), (1.0, 0.0), (None, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"scores": [1]}, "scores has 1 entries; give 2: helpful, short"),
+        ({"scores": 3}, "scores is a number"),
+        ({"scores": {"helpful": "4"}}, "scores.helpful is a text; give a number"),
+        ({"scores": {"helpfulness": 4}}, "none of the scores helpful, short"),
+        ({}, "none of the scores helpful, short"),
+    ],
+)
+def test_scores_that_cannot_be_used_are_named(row, words, tmp_path, tokenizer):
+    with pytest.raises(DataError, match=f"scores.jsonl:1: .*{words}"):
+        attributes_of([row], tmp_path, tokenizer)
+
+
+def test_an_attribute_that_no_row_has_is_a_mistake(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="no row of .* has a score for short; correct algorithm.attributes"):
+        attributes_of([{"scores": {"helpful": 1}}], tmp_path, tokenizer)

@@ -100,3 +100,36 @@ def test_a_path_that_does_not_exist_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"data.path: {tmp_path}/gone.jsonl does not exist"):
         values("gone.jsonl")
+
+
+BAD = [b'{"prompt": "a"}', b'{"prompt": ', b'{"prompt": "\xff"}', b"", b'{"prompt": 3}', b'{"prompt": "b"}']
+
+
+def test_bad_rows_are_skipped_counted_and_told_only_when_asked(tmp_path, tokenizer, caplog):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\n".join(BAD))
+    with pytest.raises(DataError) as error:
+        read_prompts(path, tokenizer, Data())
+    told = str(error.value).splitlines()
+    assert [line.split(" ")[0] for line in told] == [f"{path}:{number}:" for number in (2, 3, 5)]
+    assert "byte 40 of the file is not UTF-8 (0xff)" in told[1]
+    found = read_prompts(path, tokenizer, Data(on_bad_row="skip", max_bad_share=0.6))
+    assert [(prompt.text, prompt.row_id) for prompt in found] == [("a", 0), ("b", 4)]
+    assert f"skipped 3 of 5 rows that cannot be used ({path}:2, {path}:3, {path}:5): {path}:2: not JSON" in caplog.text
+
+
+def test_more_bad_rows_than_may_be_skipped_are_an_error(tmp_path, tokenizer):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\n".join(BAD))
+    words = "data.max_bad_share: 3 of 5 rows are bad, more than the share 0.01 that may be skipped"
+    with pytest.raises(DataError, match=words):
+        read_prompts(path, tokenizer, Data(on_bad_row="skip"))
+    path.write_bytes(b"[1]\n" + BAD[1])
+    with pytest.raises(DataError):
+        read_prompts(path, tokenizer, Data(on_bad_row="skip", max_bad_share=1.0))
+    rows = [*ROWS, {"prompt": "a", "chosen": "b"}]
+    (tmp_path / "pairs").mkdir()
+    pairs = write_rows(tmp_path / "pairs" / "pairs.jsonl", rows)
+    assert len(read_preferences(Corpus(path=str(pairs), on_bad_row="skip"), tokenizer)) == 2, (
+        "one row may always be bad"
+    )

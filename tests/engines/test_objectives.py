@@ -41,7 +41,8 @@ PREFERENCES = [1.0, -1.0, 0.0, 1.0, -3.0, 0.0, 2.0, 0.0, 1.0, -2.0]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss: an algorithm under some settings, read at some tokens, by a model with some head."""
+    """A loss: an algorithm under some settings, read at some tokens, by a model with some head (`labels`: a value head
+    with three)."""
 
     algorithm: str
     settings: object
@@ -86,6 +87,7 @@ CASES = {
     ),
     "rm, per token": Case("rm", RewardModelling(read_at="divergence"), "value"),
     "rm, regression": Case("rm", RewardModelling(loss="regression"), "value", "last"),
+    "rm, several scores": Case("rm", RewardModelling(loss="regression", attributes=("a", "b", "c")), "labels", "last"),
 }
 
 
@@ -101,6 +103,13 @@ def batch_of(case: Case, scored: Experience) -> Experience:
     return algorithm.prepare_minibatch(batch, case.settings)
 
 
+def several_scores(num_rows: int) -> torch.Tensor:
+    """[rows, 3], a third of them missing."""
+    generator = torch.Generator().manual_seed(2)
+    found = torch.randn(num_rows, 3, generator=generator)
+    return found.masked_fill(torch.rand(num_rows, 3, generator=generator) < 0.33, torch.nan)
+
+
 def scored_batch(rank: int, world_size: int, folders: dict[str, str]) -> Experience:
     """Ragged rows whose log-probs and values are those of the models, with noise, so that ratios are near 1."""
     from megarlhf.engines.scorer import LogprobScorer, ValueScorer
@@ -109,6 +118,7 @@ def scored_batch(rank: int, world_size: int, folders: dict[str, str]) -> Experie
         group=torch.tensor(GROUPS),
         preference=torch.tensor(PREFERENCES),
         margin=0.1 * torch.arange(len(GROUPS), dtype=torch.float32),
+        attributes=several_scores(len(GROUPS)),
     )
     actor, critic = (
         build_learner(1, Layout(), folders[head], head, 4096, Optimizer()).model for head in ("vocabulary", "value")
@@ -129,19 +139,23 @@ def scored_batch(rank: int, world_size: int, folders: dict[str, str]) -> Experie
     )
 
 
+def kind_of(head: str) -> str:
+    return "value" if head == "labels" else head
+
+
 def gradients(rank: int, world_size: int, layout: Layout, max_tokens: int, folders: dict[str, str], scored: Experience):
-    """{case: gradient pieces} of every case, by two learners."""
+    """{case: gradient pieces} of every case, by a learner for each head."""
     from megarlhf.engines.learner import Part
     from megarlhf.loop.objectives import objective
 
     learners = {
-        head: build_learner(world_size, layout, folders[head], head, max_tokens, Optimizer())
-        for head in ("vocabulary", "value")
+        head: build_learner(world_size, layout, folders[head], kind_of(head), max_tokens, Optimizer())
+        for head in folders
     }
     found = {}
     for name, case in CASES.items():
         learner = learners[case.head]
-        parts = [Part(batch_of(case, scored), objective(ALGORITHMS[case.algorithm], case.settings, case.head))]
+        parts = [Part(batch_of(case, scored), objective(ALGORITHMS[case.algorithm], case.settings, kind_of(case.head)))]
         parts += [Part(scored, objective(ALGORITHMS["sft"], SFT(), case.head))] if case.is_mixed else []
         learner.accumulate(parts, complete_gradients=True)
         found[name] = tensors_by_name(learner.model, lambda parameter: parameter.main_grad)
@@ -154,6 +168,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {
         "vocabulary": str(write_llama(root / "tied", tied=True)),
         "value": str(write_llama(root / "value", num_labels=1)),
+        "labels": str(write_llama(root / "labels", num_labels=3)),
     }
 
 

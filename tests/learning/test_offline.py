@@ -1,13 +1,14 @@
 """What data sets teach: demonstrations, preferences, rankings, scores and labels; judged by transformers alone."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarlhf.config.algorithms import DPO, KTO, RewardModelling
-from megarlhf.config.corpus import Corpus
+from megarlhf.config.corpus import Corpus, Statistics
 from megarlhf.config.layout import Layout
 from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import CorpusRun, Optimizer, RewardTrainee, Trainee
@@ -131,6 +132,35 @@ def test_scores_given_by_hand_are_predicted(actor, tmp_path):
     )
     wanted = torch.tensor([row["score"] for row in rows[1280:]])
     assert torch.corrcoef(torch.stack([found, wanted]))[0, 1] > 0.9
+
+
+def test_several_scores_are_predicted_and_their_statistics_exported(actor, tmp_path):
+    """How much is favoured, and how little; a third of the scores is missing. transformers judges the export."""
+    from transformers import AutoConfig
+
+    rng = random.Random(6)
+    counts = [rng.randint(0, ANSWER_TOKENS) for _ in range(1088)]
+    rows = [{"prompt": random_prompt(rng), "response": answer(rng, n)} for n in counts]
+    for row, n in zip(rows, counts, strict=True):
+        scores = {"favoured": n / ANSWER_TOKENS, "other": 3 - 3 * n / ANSWER_TOKENS}
+        row["scores"] = {name: value for name, value in scores.items() if rng.random() < 0.67 or name == "favoured"}
+    wanted = RewardModelling(loss="regression", attributes=("favoured", "other"))
+    settings = reward_run(actor, tmp_path, Layout(pp=2), rows[:960], wanted, epochs=3)
+    settings = replace(settings, statistics=Statistics(max_examples=300))
+    run_on_ranks(2, train, "rm", settings)
+    config = AutoConfig.from_pretrained(tmp_path / "run/hf")
+    assert config.id2label == {0: "favoured", 1: "other"} and config.problem_type == "regression"
+    assert {"rewards/error/favoured", "rewards/error/other"} <= metrics(tmp_path / "run")[-1].keys()
+
+    def found(part: list[dict]) -> torch.Tensor:
+        return judged(tmp_path / "run/hf", [row["prompt"] for row in part], [row["response"] for row in part])
+
+    share = torch.tensor(counts[960:]) / ANSWER_TOKENS
+    for place, sign in enumerate((1, -1)):
+        assert torch.corrcoef(torch.stack([found(rows[960:])[:, place], sign * share]))[0, 1] > 0.9
+    scored = found(rows[:300]).double()
+    assert config.megarlhf_score_mean == pytest.approx(scored.mean(0).tolist(), abs=1e-5)
+    assert config.megarlhf_score_std == pytest.approx(scored.std(0).tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])

@@ -122,11 +122,12 @@ def sampled_share(folder: Path, count: int = 64) -> float:
 
 
 def judged(folder: Path, prompts: list[str], answers: list[str]) -> torch.Tensor:
-    """[B] scores of whole sequences, with the end token, by the reward model in `folder` under transformers."""
+    """Scores [B] of whole sequences, with the end token, by the reward model in `folder` under transformers; [B, K] of
+    one with several labels."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [prompt + answer + EOS for prompt, answer in zip(prompts, answers, strict=True)]
     with torch.no_grad():
-        return model(torch.tensor(tokenizer(texts)["input_ids"])).logits[:, 0]
+        return model(torch.tensor(tokenizer(texts)["input_ids"])).logits.squeeze(1)

@@ -102,6 +102,30 @@ def test_averages_follow_the_actor(toy, tmp_path):
     assert metrics(tmp_path)[2]["objective/kl"] < metrics(still)[2]["objective/kl"], "the reference did not follow"
 
 
+def test_an_average_of_adapters_holds_adapters_only(toy, tmp_path):
+    settings = grpo(toy, tmp_path)
+    actor = replace(settings.actor, lora=LoRA(rank=2), average_decay=0.5)
+    sizes = run_on_ranks(2, averaged_bytes, replace(settings, actor=actor))
+    weights = sum(tensor.nbytes for tensor in load_file(toy / "actor/model.safetensors").values())
+    assert max(sizes) < 0.2 * weights
+    run_on_ranks(2, train, "grpo", replace(settings, actor=actor))
+    start, end, average = (
+        load_file(path / "model.safetensors") for path in (toy / "actor", tmp_path / "hf", tmp_path / "hf_average")
+    )
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert 0 < (average[name] - end[name]).norm() < (average[name] - start[name]).norm()
+    assert torch.equal(average["model.norm.weight"], start["model.norm.weight"])
+
+
+def averaged_bytes(rank: int, world_size: int, settings) -> int:
+    from megarlhf.algorithms.catalogue import ALGORITHMS
+    from megarlhf.loop.online import build_online
+    from megarlhf.telemetry.report import Reporter
+
+    (follower,) = build_online(settings, ALGORITHMS["grpo"], world_size, Reporter(())).followers
+    return follower.average.num_bytes
+
+
 def test_prompts_without_signal_are_replaced(toy, tmp_path):
     reward = Reward(functions=("tests.loop.plugin:capitals_after_a_to_m",))
     plain, dynamic = grpo(toy, tmp_path / "plain", reward=reward), grpo(toy, tmp_path / "dynamic", reward=reward)

@@ -5,8 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.config.algorithms import RewardModelling
+from megarlhf.config.corpus import Corpus
 from megarlhf.config.layout import Layout
-from megarlhf.config.settings import Actor, Critic, Data, PPORun, Reference, Reward, Rollout, Run
+from megarlhf.config.runs import RewardModelRun
+from megarlhf.config.settings import (
+    Actor,
+    CorpusRun,
+    Critic,
+    Data,
+    PPORun,
+    Reference,
+    Reward,
+    RewardTrainee,
+    Rollout,
+    Run,
+)
 from megarlhf.loop.preflight import preflight
 from tests.tiny import write_llama
 
@@ -16,6 +30,8 @@ def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("preflight")
     write_llama(root / "actor", tied=True)
     write_llama(root / "reward", num_labels=1)
+    write_llama(root / "labels", num_labels=2, id2label={"0": "kind", "1": "short"})
+    write_llama(root / "odd", num_labels=1, megarlhf_score_mean=[0.0], megarlhf_score_std=[0.0])
     write_llama(root / "wider", hidden_size=64)
     write_llama(root / "other_words", num_labels=1, vocab_size=90)
     (root / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
@@ -34,6 +50,42 @@ def good(models: Path, tmp_path: Path) -> PPORun:
 
 def test_good_settings_have_no_violation(models, tmp_path):
     assert preflight(good(models, tmp_path), 1) == []
+
+
+def test_prompts_may_be_a_folder_and_labels_are_combined_by_weights(models, tmp_path):
+    (tmp_path / "prompts").mkdir()
+    settings = replace(
+        good(models, tmp_path),
+        reward=Reward(model=str(models / "labels"), attribute_weights=(1.0, 0.5)),
+        critic=Critic(new_head="always"),
+        data=Data(prompts=str(tmp_path / "prompts"), max_prompt_tokens=16),
+    )
+    assert preflight(settings, 1) == []
+
+
+def rm(models: Path, tmp_path: Path, model: str, attributes: tuple[str, ...], **settings) -> RewardModelRun:
+    return RewardModelRun(
+        reward=RewardTrainee(model=str(models / model), **settings),
+        algorithm=RewardModelling(loss="regression", attributes=attributes),
+        data=Corpus(path="rows.jsonl", max_tokens=64),
+        run=CorpusRun(dir=str(tmp_path / "rm")),
+    )
+
+
+def test_a_head_that_is_trained_further_keeps_its_labels(models, tmp_path):
+    for model, attributes, settings in (
+        ("actor", ("a", "b", "c"), {}), ("labels", ("kind", "short"), {}), ("labels", ("a",), {"new_head": "always"}),
+    ):  # fmt: skip
+        assert preflight(rm(models, tmp_path, model, attributes, **settings), 1) == []
+    for attributes in ((), ("short", "kind"), ("kind", "short", "funny")):
+        (found,) = preflight(rm(models, tmp_path, "labels", attributes), 1)
+        assert "has the labels kind, short, not" in found and "reward.new_head to always" in found
+    (found,) = preflight(rm(models, tmp_path, "actor", (), new_head="never"), 1)
+    assert "without a score head" in found
+    (found,) = preflight(
+        replace(rm(models, tmp_path, "actor", ("a",)), algorithm=RewardModelling(attributes=("a",))), 1
+    )
+    assert found.startswith("algorithm.attributes: a with loss preference")
 
 
 CASES = {
@@ -100,7 +152,37 @@ CASES = {
     "no prompts": (
         lambda root: {"data": Data(prompts=f"{root}/none.jsonl")},
         "data.prompts",
-        "is not a file",
+        "none.jsonl is not there",
+    ),
+    "a critic of several labels": (
+        lambda root: {"reward": Reward(model=f"{root}/labels", attribute_weights=(1.0, 0.5))},
+        "critic.model: the score head of",
+        "set critic.new_head to always",
+    ),
+    "several labels that nothing combines": (
+        lambda root: {"reward": Reward(model=f"{root}/labels")},
+        "reward.attribute_weights: 0 weights, but",
+        "2 labels (kind, short), whose weighted sum is the score; give 2 weights",
+    ),
+    "weights for a single label": (
+        lambda root: {"reward": Reward(model=f"{root}/reward", attribute_weights=(1.0,))},
+        "reward.attribute_weights: [1.0]",
+        "has one label",
+    ),
+    "weights without a reward model": (
+        lambda root: {"reward": Reward(functions=("length",), attribute_weights=(1.0,))},
+        "reward.attribute_weights",
+        "reward.model, which is not set",
+    ),
+    "a new head that is forbidden": (
+        lambda root: {"critic": Critic(model=f"{root}/actor", new_head="never")},
+        "critic.model",
+        "set critic.new_head to if_missing",
+    ),
+    "statistics that are none": (
+        lambda root: {"reward": Reward(model=f"{root}/odd")},
+        "reward.model: ",
+        "megarlhf_score_std [0.0] are not 1 finite numbers each",
     ),
     "a folder without a model": (
         lambda root: {"actor": Actor(model=f"{root}/nowhere")},
