@@ -22,7 +22,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megarlhf", "megarlhf.*", "checkpoints_tools", "checkpoints_tools.*"]),
-    package_data={"megarlhf.data": ["constitution.txt"]},
+    package_data={"megarlhf.data": ["constitution.txt"], "megarlhf.telemetry.page": ["*.html"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",
@@ -39,12 +39,12 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch,core_cu13]>=2.14"],
-        "report": ["matplotlib"],
+        "report": ["matplotlib", "jinja2"],
         "hub": ["huggingface_hub"],
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],
         "datasets": ["datasets"],
-        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl", "peft"],
+        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl", "peft", "matplotlib"],
     },
     entry_points={"console_scripts": ["megarlhf=megarlhf.cli:run"]},
 )

@@ -81,7 +81,15 @@ def ppo_credit(experience: Experience, settings: PPO, state: AlgorithmState) -> 
         advantage=_batch_whitened(advantage, mask, settings),
         target=target,
     )
-    return filled, earned.state, earned.metrics
+    return filled, earned.state, earned.metrics | _explained_variance(target, experience.value, mask)
+
+
+def _explained_variance(target: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
+    """`val/explained_variance`: 1 - var(target - value) / var(target) over the batch's tokens; 1 is a perfect critic, 0
+    one that is no better than a constant. Absent where the targets do not vary."""
+    wanted, predicted = target[mask].double(), value[mask].double()
+    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
+    return {"val/explained_variance": 1 - float((wanted - predicted).var(correction=0)) / spread} if spread else {}
 
 
 def grpo_credit(experience: Experience, settings: GRPO, state: AlgorithmState) -> Credited:

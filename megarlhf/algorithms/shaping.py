@@ -84,6 +84,7 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     objective/score_deviation   deviation of all scores so far, where scores are normalised
     val/num_eos_tokens          responses that ended by themselves
     rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats
+    rollout/length_avg          mean tokens of a response
     objective/groups_without_signal  share of the groups of several responses whose rewards are all equal
 
     KL is reported where there is a reference. Rows without a sampled token count for the scores only.
@@ -137,6 +138,7 @@ def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor
     metrics = {
         "objective/rlhf_reward": float(reward[sampled].mean()) + mean_penalty,
         "rollout/logp_gap_max": float(gap),
+        "rollout/length_avg": float(experience.mask[sampled].sum(dim=1).float().mean()),
     }
     if experience.logp_reference is not None:
         metrics["objective/kl"] = float(kl.sum(dim=1)[sampled].mean())

@@ -185,6 +185,7 @@ def test_reward_whitening_scales_what_gae_sees_and_not_what_is_reported():
     batch = random_batch()
     plain, _, reported = ppo_credit(batch, PPO(), at(0.05))
     scaled, _, again = ppo_credit(batch, PPO(whiten_rewards=True), at(0.05))
+    assert reported.pop("val/explained_variance") != again.pop("val/explained_variance"), "the targets are others"
     assert reported == again and torch.equal(plain.reward, scaled.reward)
     close(scaled.token_reward, whiten(plain.token_reward, batch.mask, keep_mean=True))
 
@@ -301,3 +302,11 @@ def test_the_reference_is_read_only_where_something_is_made_of_it():
     filled, _, _ = grpo_credit(grouped_batch().replace(logp_reference=None), GRPO(kl_coef=0.0), at(0.0))
     assert filled.advantage.any()
     assert group_relative(filled.reward, filled.group, filled.mask.any(1), "none").any()
+
+
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():
+    batch = random_batch()
+    target = ppo_credit(batch, PPO(lambda_=1.0), at(0.0))[0].target  # with lambda 1 targets do not depend on the values
+    for value, expected in ((target, 1.0), (torch.where(batch.mask, 0.3, 0.0), 0.0), (2 * target, 0.0)):
+        found = ppo_credit(batch.replace(value=value), PPO(lambda_=1.0), at(0.0))[2]["val/explained_variance"]
+        assert abs(found - expected) < 1e-5

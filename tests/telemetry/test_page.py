@@ -1,0 +1,173 @@
+"""The report of a run: what is read, which signs show, and the page in a real browser at two widths."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarlhf.errors import ConfigError, DataError
+from megarlhf.telemetry.page.record import read_run
+from megarlhf.telemetry.page.signs import signs
+
+STEPS = 25
+
+
+def write_run(folder: Path, *, samples: list[dict] = (), **series: list[float | None]) -> Path:
+    """A run folder with these metrics (25 steps of healthy ones by default)."""
+    rng = random.Random(0)
+    metrics = {
+        "objective/scores": [0.1 + 0.02 * step for step in range(STEPS)],
+        "objective/rlhf_reward": [0.1 + 0.01 * step for step in range(STEPS)],
+        "objective/kl": [1 + 0.1 * step for step in range(STEPS)],
+        "objective/entropy": [3 - 0.02 * step for step in range(STEPS)],
+        "time/generate_s": [1.0 + rng.random() for _ in range(STEPS)],
+        "time/learn_actor_s": [2.0] * STEPS,
+        "time/total_s": [3.5] * STEPS,
+        "memory/peak_gib": [1.5] * STEPS,
+    }
+    metrics |= {name.replace("__", "/"): values for name, values in series.items()}
+    folder.mkdir(parents=True)
+    rows = [{"step": i + 1, **{name: values[i] for name, values in metrics.items()}} for i in range(STEPS)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = samples or [
+        {"step": step, "prompt": "Once", "response": f" upon <b>{step}</b>", "score": rng.random(), "tokens": 8}
+        for step in (1, STEPS)
+        for _ in range(4)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    places = {"device_bytes": 2**30, "host_bytes": 2**29, "disk_bytes": 0, "peak_bytes": 2**31}
+    stages = [{"step": STEPS, "stage": stage, **places} for stage in ("generate", "learn_actor")]
+    (folder / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stages))
+    (folder / "config.yaml").write_text(f"run: {{dir: {folder.name}}}\nactor: {{train: {{tp: {len(folder.name)}}}}}\n")
+    (folder / "status.json").write_text('{"code": 0, "reason": "done"}')
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return [sign.name for sign in signs(read_run(folder))]
+
+
+def texts(count: int = 40, **changed) -> list[dict]:
+    """Sampled rows; a changed value is called with the row's number."""
+    rng = random.Random(1)
+    plain = {
+        "response": lambda number: f"answer {number}",
+        "score": lambda number: rng.random(),
+        "tokens": lambda number: rng.randrange(5, 60),
+        "finished": lambda number: True,
+    }
+    return [
+        {"step": 1 + number // 4, "prompt": "p", **{name: value(number) for name, value in (plain | changed).items()}}
+        for number in range(count)
+    ]
+
+
+def test_a_healthy_run_shows_no_sign(tmp_path):
+    assert names(write_run(tmp_path / "run", samples=texts())) == []
+
+
+def test_score_that_follows_length(tmp_path):
+    rows = texts(tokens=lambda number: number, score=lambda number: number / 40)
+    assert names(write_run(tmp_path / "run", samples=rows)) == ["score follows length"]
+
+
+def test_kl_spike_and_entropy_collapse(tmp_path):
+    kl = [1 + 0.01 * step for step in range(STEPS)]
+    kl[12] = 6.0
+    collapsed = [3.0] * 10 + [0.4] * 15
+    folder = write_run(tmp_path / "run", objective__kl=kl, objective__entropy=collapsed)
+    assert names(folder) == ["KL spike", "entropy collapse"]
+    assert "step 13" in signs(read_run(folder))[0].words and "5." in signs(read_run(folder))[0].words
+
+
+def test_lost_ends_and_duplicates(tmp_path):
+    rows = texts(
+        finished=lambda number: number < 10, response=lambda number: "always this" if number > 20 else str(number)
+    )
+    assert names(write_run(tmp_path / "run", samples=rows)) == ["answers no longer end", "duplicate texts"]
+
+
+def test_gaps_skipped_updates_and_numbers_that_are_not_finite(tmp_path):
+    folder = write_run(
+        tmp_path / "run",
+        rollout__logp_gap_max=[0.0] * 24 + [0.7],
+        updates__skipped=[None] * 3 + [1] + [None] * 21,
+        gradient_norm__actor=[1.0] * 3 + [None] + [1.0] * 21,
+    )
+    found = names(folder)
+    assert found[:2] == ["numbers that are not finite", "skipped updates"] and found[-1] == "sampler and trainer differ"
+
+
+def test_a_folder_without_a_step_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no steps in metrics\.jsonl; give the folder \(run\.dir\)"):
+        read_run(tmp_path)
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("not json\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:26: not JSON"):
+        read_run(folder)
+
+
+def test_a_last_line_that_is_being_written_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 26, "objecti')
+    assert len(read_run(folder).steps) == STEPS
+
+
+def page(argv: list[str], module: str) -> str:
+    import importlib
+
+    assert importlib.import_module(f"megarlhf.commands.{module}").main(argv) == 0
+    return Path(argv[-1]).read_text()
+
+
+def test_the_page_holds_everything_and_escapes_what_was_sampled(tmp_path):
+    pytest.importorskip("matplotlib")
+    html = page([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "out.html")], "report")
+    for words in ("Score against KL", "Stages of a step", "Memory of the last step", "None of the signs", "actor"):
+        assert words in html
+    assert "upon &lt;b&gt;25&lt;/b&gt;" in html and "<b>25</b>" not in html
+    outside = [link for link in re.findall(r'(?:src|href)="([^"]+)"', html) if not link.startswith(("#", "data:"))]
+    assert outside == [] and "<script" not in html and "@import" not in html
+
+
+def test_a_comparison_names_the_settings_that_differ(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = [str(write_run(tmp_path / name)) for name in ("one", "other")]
+    html = page([*runs, "--out", str(tmp_path / "out.html")], "compare")
+    assert "<td>actor.train.tp</td>" in html and "one and other" in html
+    from megarlhf.commands.compare import main
+
+    with pytest.raises(ConfigError, match="give two or more"):
+        main(runs[:1])
+
+
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_a_browser_shows_the_page_without_sideways_scrolling(width, tmp_path):
+    pytest.importorskip("matplotlib")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    out = tmp_path / "out.html"
+    html = page([str(write_run(tmp_path / "run")), "--out", str(out)], "report")
+    # The page says itself how wide it is laid out, so that the browser's own answer can be read from the dumped DOM.
+    measured = "document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('svg').length"
+    out.write_text(html.replace("</body>", f"<script>document.title = [{measured}].join()</script></body>"))
+    # A headless window cannot be as narrow as a phone; a frame in it can.
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<iframe src="out.html" width="{width}" height="800" style="border:0" '
+        'onload="document.title = this.contentDocument.title"></iframe>'
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    shown = subprocess.run(
+        [browser, *flags, f"--user-data-dir={tmp_path}/profile", "--window-size=1400,900", f"file://{frame}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    scroll, inner, charts = map(int, re.search(r"<title>(\d+),(\d+),(\d+)</title>", shown.stdout).groups())
+    assert inner == width and scroll <= width and charts >= 6
