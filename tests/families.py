@@ -1,5 +1,6 @@
 """Tiny models of every family beyond Llama, in the variants that differ: what the rooms' family tests are about."""
 
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20, "sliding_window": 5, "tied": True}
 VARIANTS = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
@@ -20,5 +21,35 @@ VARIANTS = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },
     "qwen2 tied": {"family": "qwen2", "tied": True, "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "olmo2": {"family": "olmo2"},
+    "olmo2 tied": {"family": "olmo2", "tied": True, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    "phi3": {"family": "phi3"},
+    "phi3 partly rotated, in a window": {
+        "family": "phi3",
+        "sliding_window": 5,
+        "partial_rotary_factor": 0.5,
+        "tied": True,
+        "num_hidden_layers": 2,
+    },
+    "gemma2": {"family": "gemma2", "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, **_GEMMA},
+    "gemma2 untied": {
+        "family": "gemma2",
+        "num_hidden_layers": 2,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        **_GEMMA,
+        "tied": False,
+    },
+    "gemma3": {
+        "family": "gemma3_text",
+        "num_hidden_layers": 3,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 300.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        **_GEMMA,
+    },
+    "gemma3 capped": {"family": "gemma3_text", "num_hidden_layers": 2, "final_logit_softcapping": 2.0, **_GEMMA},
 }
 FAMILIES = sorted({settings["family"] for settings in VARIANTS.values()})
+ON_RANKS = ("qwen2 partly in a window", "qwen2 tied", "qwen3", "mistral", "olmo2", "phi3", "gemma2", "gemma3")
+"""One a family, and tied embeddings with a single group: for tests that cost several processes."""

@@ -27,7 +27,8 @@ def tiny_config(
     *, family: str = "llama", tied: bool = False, llama3: bool = False, num_labels: int = 0, **fields
 ) -> dict:
     """config.json of a tiny model in the spelling of transformers 4 (both versions read it). `fields` override."""
-    kind = family.capitalize() + ("ForSequenceClassification" if num_labels else "ForCausalLM")
+    prefix = {"gemma3_text": "Gemma3Text" if num_labels else "Gemma3"}.get(family, family.capitalize())
+    kind = prefix + ("ForSequenceClassification" if num_labels else "ForCausalLM")
     config = {
         "architectures": [kind],
         "model_type": family,
@@ -61,35 +62,50 @@ def tiny_config(
 def tiny_weights(config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Random weights under their Hugging Face names, large enough that attention and norms matter."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {}
+    weights, centre = {}, 0 if config["model_type"].startswith("gemma") else 1
     for name, shape in tiny_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        weights[name] = (1 + 0.3 * noise if "norm" in name else noise * 1.5 / shape[-1] ** 0.5).to(dtype)
+        weights[name] = (centre + 0.3 * noise if "norm" in name else noise * 1.5 / shape[-1] ** 0.5).to(dtype)
     return weights
 
 
 def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config.json, and its shape."""
-    hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    hidden, kind = config["hidden_size"], config["model_type"]
+    query, key = (config[f"num_{which}_heads"] * config["head_dim"] for which in ("attention", "key_value"))
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        shapes |= {at + "input_layernorm.weight": (hidden,), at + "post_attention_layernorm.weight": (hidden,)}
-        shapes |= {at + "self_attn.q_proj.weight": (query, hidden), at + "self_attn.o_proj.weight": (hidden, query)}
-        shapes |= {at + f"self_attn.{letter}_proj.weight": (key, hidden) for letter in "kv"}
-        shapes |= {at + f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")}
-        if config["model_type"] == "qwen2":
+        shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in _NORMS.get(kind, ("input", "post_attention"))}
+        shapes |= {at + name: shape for name, shape in _linears(config, query, key).items()}
+        if kind == "qwen2":
             shapes |= {at + "self_attn.q_proj.bias": (query,)}
             shapes |= {at + f"self_attn.{letter}_proj.bias": (key,) for letter in "kv"}
-        if config["model_type"] == "qwen3":
-            shapes |= {at + f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"}
-        shapes |= {at + "mlp.down_proj.weight": (hidden, ffn)}
+        if kind in ("qwen3", "gemma3_text"):
+            shapes |= {at + f"self_attn.{letter}_norm.weight": (config["head_dim"],) for letter in "qk"}
+        if kind == "olmo2":
+            shapes |= {at + "self_attn.q_norm.weight": (query,), at + "self_attn.k_norm.weight": (key,)}
     if config.get("num_labels"):
         shapes["score.weight"] = (config["num_labels"], hidden)
     elif not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+_SANDWICH = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+_NORMS = {"olmo2": ("post_attention", "post_feedforward"), "gemma2": _SANDWICH, "gemma3_text": _SANDWICH}
+
+
+def _linears(config: dict, query: int, key: int) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    shapes = {"self_attn.o_proj.weight": (hidden, query), "mlp.down_proj.weight": (hidden, ffn)}
+    if config["model_type"] == "phi3":
+        joined = {"self_attn.qkv_proj.weight": (query + 2 * key, hidden), "mlp.gate_up_proj.weight": (2 * ffn, hidden)}
+        return shapes | joined
+    shapes |= {f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")}
+    return shapes | {
+        f"self_attn.{letter}_proj.weight": (rows, hidden) for letter, rows in zip("qkv", (query, key, key), strict=True)
+    }
 
 
 def write_llama(

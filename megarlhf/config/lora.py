@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What an adapter can be put on, in Hugging Face's and PEFT's words."""
+"""The linear layers of most models, in Hugging Face's and PEFT's words."""
+_ALL = (*LINEARS, "qkv_proj", "gate_up_proj")
+"""With the joined ones of Phi-3: whatever an adapter can be put on."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,10 @@ class LoRA:
     alpha: float = 32.0
     """What an adapter adds is multiplied by alpha / rank."""
     targets: tuple[str, ...] = LINEARS
-    """Linear layers that get an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """Linear layers that get an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+
+    In Phi-3 models: of qkv_proj, o_proj, gate_up_proj, down_proj.
+    """
 
 
 def lora_violations(lora: LoRA, setting: str) -> list[str]:
@@ -25,10 +30,10 @@ def lora_violations(lora: LoRA, setting: str) -> list[str]:
         found.append(f"{setting}.rank: {lora.rank} is out of range; choose 1 or more, or 0 to train the whole model")
     if lora.rank > 0 and lora.alpha <= 0:
         found.append(f"{setting}.alpha: {lora.alpha} is out of range; choose more than 0, such as {2 * lora.rank}")
-    unknown = [name for name in lora.targets if name not in LINEARS]
+    unknown = [name for name in lora.targets if name not in _ALL]
     if unknown:
         found.append(
-            f"{setting}.targets: {', '.join(unknown)} cannot have an adapter; choose among {', '.join(LINEARS)}"
+            f"{setting}.targets: {', '.join(unknown)} cannot have an adapter; choose among {', '.join(_ALL)}"
         )
     if lora.rank > 0 and not lora.targets:
         found.append(f"{setting}.targets: is empty; name at least one of {', '.join(LINEARS)}, or set rank to 0")

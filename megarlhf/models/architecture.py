@@ -294,7 +294,9 @@ def _foreign(config: dict[str, Any]) -> list[str]:
 
 
 def _missing(config: dict[str, Any]) -> list[str]:
-    return [f"field {name} is missing" for name in _NEEDED if name not in config]
+    needed = MODEL_TYPES[config["model_type"]].needed
+    missing = [name for name in _NEEDED if name not in config] + [name for name in needed if config[name] is None]
+    return [f"field {name} is missing" for name in missing]
 
 
 def _mistyped(config: dict[str, Any]) -> list[str]:
@@ -306,6 +308,7 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
         return [f"field {name} is {config[name]!r}; expected {words}" for name in wrong]
 
     counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+    counts += tuple(name for name in ("sliding_window_pattern",) if _own(config, name) is not None)
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
     problems += found(
         ("rms_norm_eps", "rope_theta", "rope_local_base_freq"), lambda value: type(value) in (int, float), "a number"
@@ -331,7 +334,9 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
     if pooling != POOLING:
         problems.append(f"{POOLING_KEY} {pooling!r} is not supported; supported: {POOLING!r}")
     kind = MODEL_TYPES[config["model_type"]]
-    problems += [f"{name} true is not supported" for name in kind.unsupported_switches if config.get(name)]
+    problems += [
+        f"{name} {json.dumps(config[name])} is not supported" for name in kind.unsupported_switches if config.get(name)
+    ]
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups and heads % groups:
         problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")

@@ -28,6 +28,7 @@ from megarlhf.models.families import FAMILIES
 from megarlhf.models.names import Cut, Weight, adapted, row_sources, stage_weights
 from megarlhf.records.seeds import derive_seed
 
+_LINEAR_CUTS = (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
 Key = tuple[int, str]
 """(model chunk, parameter name in the chunk)."""
 
@@ -107,6 +108,15 @@ class Adapter(torch.nn.Module):
         return (weight.float() + self.scale * (self.spread().float() @ self.a.float())).to(weight.dtype)
 
 
+<<<<<<< HEAD
+=======
+def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
+    """Of the tensors that a weight is made of, those that get an adapter."""
+    is_linear = weight.is_matrix and weight.cut in _LINEAR_CUTS
+    return tuple(name for name in dict.fromkeys(weight.hf) if module_of(name) in lora.targets) if is_linear else ()
+
+
+>>>>>>> 1622d58 (OLMo 2, Phi-3 and Phi-4, Gemma 2 and Gemma 3 (text): training, generation, weights in and out, torch_dist)
 def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
     """Freeze `model` and put adapters on its linears; a value head stays trainable, as in PEFT.
 
@@ -117,6 +127,7 @@ def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
     problems = lora_violations(lora, "lora")
     if problems or not lora.rank:
         raise ConfigError(problems or "lora.rank: 0 adds no adapters; choose 1 or more")
+    _require_linears(model, lora)
     assert not adapters(model), "the model has adapters already"
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -131,6 +142,23 @@ def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
                 linear.adapter = Adapter(model, weight, linear.weight, lora)
                 linear.register_forward_hook(_add_adapter, prepend=True)
                 _initialise(linear.adapter, seed, groups.coordinates.tp)
+
+
+def _require_linears(model: Model, lora: LoRA) -> None:
+    """Every target is a linear layer of this model."""
+    layer = FAMILIES[model.architecture.family].layer
+    linears = {
+        module_of(name): None
+        for weight in layer
+        if weight.cut in _LINEAR_CUTS and weight.is_matrix
+        for name in weight.hf
+    }
+    strangers = [name for name in lora.targets if name not in linears]
+    if strangers:
+        raise ConfigError(
+            f"lora.targets: {', '.join(strangers)} are no linear layers of {model.architecture.family} models; "
+            f"choose among {', '.join(linears)}"
+        )
 
 
 def _add_adapter(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]):

@@ -5,6 +5,7 @@ transformers keeps both in its configuration and model classes. A field that is 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 Windows = tuple[int | None, ...]
@@ -39,8 +40,12 @@ class ModelType:
 
     class_prefix: str
     """transformers' classes are PREFIXForCausalLM and PREFIXForSequenceClassification."""
+    classifier_prefix: str | None = None
+    """The second one's, where it is another."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a file may leave out, where the default is not that of every type."""
+    needed: tuple[str, ...] = ()
+    """Fields that must not be null, besides those of every type."""
     unsupported_switches: tuple[str, ...] = ()
     """Fields that must not be true."""
     switches: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +57,28 @@ class ModelType:
     """How far the layers of a config (with its defaults) look back."""
 
 
+def _windows_but(num: int, config: Mapping[str, Any]) -> Windows:
+    """`layer_types` says which layers have a window; without it all but every `num`-th."""
+    layers = range(config["num_hidden_layers"])
+    default = ["sliding_attention" if (layer + 1) % num else "full_attention" for layer in layers]
+    kinds = config.get("layer_types") or default
+    return tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _windows_by_pattern(config: Mapping[str, Any]) -> Windows:
+    return _windows_but(config["sliding_window_pattern"], config)
+
+
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_NEEDED = ("sliding_window", "query_pre_attn_scalar")
+_GEMMA_SWITCHES = {"post_norms": True, "zero_centered_norms": True, "scaled_embedding": True}
 _QWEN = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -74,5 +101,40 @@ MODEL_TYPES: dict[str, ModelType] = {
         "Mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         windows=_windows,
+    ),
+    "olmo2": ModelType(
+        "Olmo2",
+        defaults={"rms_norm_eps": 1e-5},
+        unsupported_switches=("attention_bias",),
+        switches={"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_spans_heads": True},
+    ),
+    "phi3": ModelType(
+        "Phi3",
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
+        partial_rotary=True,
+        windows=_windows,
+    ),
+    "gemma2": ModelType(
+        "Gemma2",
+        defaults=_GEMMA
+        | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        needed=_GEMMA_NEEDED,
+        unsupported_switches=("attention_bias", "use_bidirectional_attention"),
+        switches=_GEMMA_SWITCHES,
+        activation_field="hidden_activation",
+        windows=partial(_windows_but, 2),
+    ),
+    "gemma3_text": ModelType(
+        "Gemma3",
+        classifier_prefix="Gemma3Text",
+        defaults=_GEMMA
+        | {"max_position_embeddings": 131072, "final_logit_softcapping": None, "sliding_window_pattern": 6}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        needed=(*_GEMMA_NEEDED, "sliding_window_pattern", "rope_local_base_freq"),
+        # transformers reads the cap of attention's scores and does not apply it.
+        unsupported_switches=("attention_bias", "use_bidirectional_attention", "attn_logit_softcapping"),
+        switches=_GEMMA_SWITCHES | {"qk_norm": True},
+        activation_field="hidden_activation",
+        windows=_windows_by_pattern,
     ),
 }

@@ -37,6 +37,9 @@ class Cut(Enum):
 class Weight:
     """One local parameter: its name in the chunk, the Hugging Face tensors in it, their full shapes, and the cut.
 
+    A tensor may hold several of the parts, one below the other: it is then named for each of them (`qkv_proj`), and
+    `shapes` are those of the parts.
+
     As a family's pattern, names hold `{layer}` and `shapes` hold words, see `families/llama.py`; `stage_weights` writes
     numbers: the local layer index in `local`, the global one in `hf`, sizes in `shapes`.
     """
@@ -45,6 +48,24 @@ class Weight:
     hf: tuple[str, ...]
     cut: Cut
     shapes: tuple[tuple, ...]
+
+    @property
+    def first_rows(self) -> tuple[int, ...]:
+        """For each part the row of its tensor where it begins."""
+        rows: dict[str, int] = {}
+        found = []
+        for name, shape in zip(self.hf, self.shapes, strict=True):
+            found.append(rows.get(name, 0))
+            rows[name] = found[-1] + shape[0]
+        return tuple(found)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every Hugging Face tensor in it with its whole shape."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, first, (rows, *columns) in zip(self.hf, self.first_rows, self.shapes, strict=True):
+            found[name] = (first + rows, *columns)
+        return found
 
     @property
     def is_matrix(self) -> bool:

@@ -94,7 +94,7 @@ def adapter_shapes(architecture: Architecture, head: Head, lora: LoRA) -> dict[s
     family, shapes = FAMILIES[architecture.family], {}
     for weight in stage_weights(family, architecture, Layout(), 0, 0, head):
         wanted = adapted(weight, lora)
-        for name, (rows, *columns) in zip(weight.hf, weight.shapes, strict=True):
+        for name, (rows, *columns) in weight.tensors.items():
             if name in wanted:
                 shapes[_peft_name(name, "lora_A.")] = (lora.rank, *columns)
                 shapes[_peft_name(name, "lora_B.")] = (rows, lora.rank)

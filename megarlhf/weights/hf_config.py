@@ -34,9 +34,10 @@ def exported_config(
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
     labels = ("num_labels", "id2label", "label2id")
     config = {key: value for key, value in without_score_entries(config).items() if key not in labels}
-    prefix = MODEL_TYPES[architecture.family].class_prefix
+    model_type = MODEL_TYPES[architecture.family]
     if head == "vocabulary":
-        return config | {"architectures": [f"{prefix}ForCausalLM"]}
+        return config | {"architectures": [f"{model_type.class_prefix}ForCausalLM"]}
+    prefix = model_type.classifier_prefix or model_type.class_prefix
     kind = TOKEN if architecture.head_bias else SEQUENCE
     classifier = {"architectures": [f"{prefix}{kind}"], "pad_token_id": _pad(source, config), POOLING_KEY: POOLING}
     return config | _labels(architecture) | classifier | dict(entries)

@@ -29,7 +29,7 @@ def local_map(
 def hf_shapes(architecture: Architecture, head: Head) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model's Hugging Face folder holds, with its shape, in the order of the network."""
     weights = stage_weights(FAMILIES[architecture.family], architecture, Layout(), 0, 0, head)
-    return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+    return {name: shape for weight in weights for name, shape in weight.tensors.items()}
 
 
 def _cut(weight: Weight, architecture: Architecture, tp: int, rank: int) -> LocalTensor:
@@ -43,8 +43,8 @@ def _cut(weight: Weight, architecture: Architecture, tp: int, rank: int) -> Loca
     if weight.cut is Cut.VOCABULARY:
         return _vocabulary(weight, tp, rank)
     if weight.cut is Cut.GATE_UP:
-        halves = zip(weight.hf, weight.shapes, strict=True)
-        return _stack([(name, _rows_share(shape, tp, rank)) for name, shape in halves])
+        halves = zip(weight.hf, weight.first_rows, weight.shapes, strict=True)
+        return _stack([(name, _below(first, _rows_share(shape, tp, rank))) for name, first, shape in halves])
     assert weight.cut is Cut.GROUPED_QKV, f"{weight.local}: no rule for {weight.cut}"
     return _rows_of(_grouped_qkv(weight, architecture), tp, rank)
 
@@ -88,11 +88,17 @@ def _grouped_qkv(weight: Weight, architecture: Architecture) -> LocalTensor:
     rows_per_group = tuple(shape[0] // groups for shape in weight.shapes)
     columns = whole(weight.shapes[0][1:])
     blocks = [
-        (name, ((group * rows, (group + 1) * rows), *columns))
+        (name, _below(first, ((group * rows, (group + 1) * rows), *columns)))
         for group in range(groups)
-        for name, rows in zip(weight.hf, rows_per_group, strict=True)
+        for name, first, rows in zip(weight.hf, weight.first_rows, rows_per_group, strict=True)
     ]
     return _stack(blocks)
+
+
+def _below(first: int, box: Box) -> Box:
+    """A box of a part, as a box of the tensor in which the part begins at row `first`."""
+    (start, stop), *columns = box
+    return ((first + start, first + stop), *columns)
 
 
 def _rows_of(tensor: LocalTensor, tp: int, rank: int) -> LocalTensor:

@@ -6,7 +6,7 @@ from megarlhf.config.layout import Layout
 from tests.distributed.pool import run_on_ranks
 from tests.engines.layouts import assemble
 from tests.engines.test_learner import update
-from tests.families import FAMILIES, VARIANTS
+from tests.families import ON_RANKS, VARIANTS
 from tests.tiny import write_llama
 
 LAYOUTS = (Layout(tp=4), Layout(tp=2, pp=2, sp=True))
@@ -15,7 +15,7 @@ LAYOUTS = (Layout(tp=4), Layout(tp=2, pp=2, sp=True))
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("learner")
-    return {name: write_llama(top / name, **VARIANTS[name]) for name in FAMILIES}
+    return {name: write_llama(top / name, **VARIANTS[name]) for name in ON_RANKS}
 
 
 def updates(rank, world_size, folders, layouts):

@@ -45,7 +45,7 @@ def test_absent_fields_take_the_defaults_of_transformers(version):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"model_type": "gemma2"}, "model_type 'gemma2'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

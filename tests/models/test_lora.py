@@ -17,6 +17,7 @@ from megarlhf.models.lora import (
 from tests import tiny
 from tests.models.helpers import load, random_rows, stream
 
+JOINED_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LORA = LoRA(rank=3, alpha=7.0)
 SOME = LoRA(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "up_proj"))
 
@@ -155,10 +156,17 @@ def test_settings_that_cannot_be_are_refused(lora, words, plain, alone):
     assert all(parameter.requires_grad for parameter in model.named_parameters().values())
 
 
+def test_a_target_that_the_model_lacks_is_refused_by_name(alone, tmp_path):
+    model = load(tiny.write_llama(tmp_path, family="phi3", num_hidden_layers=1), alone)
+    with pytest.raises(ConfigError, match="q_proj, k_proj, v_proj, gate_proj, up_proj are no linear layers of phi3"):
+        add_lora(model, LoRA(rank=4))
+
+
 def test_the_words_for_targets_are_the_linears_of_every_family():
     from megarlhf.models.families import FAMILIES
     from megarlhf.models.lora import adapted
 
-    for family in FAMILIES.values():
-        named = [name for weight in family.layer for name in adapted(weight, LoRA(rank=1))]
-        assert sorted(name.split(".")[-2] for name in named) == sorted(LINEARS)
+    for kind, family in FAMILIES.items():
+        words = JOINED_LINEARS if kind == "phi3" else LINEARS
+        named = [name for weight in family.layer for name in adapted(weight, LoRA(rank=1, targets=words))]
+        assert sorted(name.split(".")[-2] for name in named) == sorted(words)

@@ -61,7 +61,8 @@ def test_transformers_loads_the_export_and_agrees_with_the_original(exported, ki
     import transformers
 
     folders, top = exported
-    is_value, prefix = "value" in kind, MODEL_TYPES[KINDS[kind]["family"]].class_prefix
+    is_value, model_type = "value" in kind, MODEL_TYPES[KINDS[kind]["family"]]
+    prefix = is_value and model_type.classifier_prefix or model_type.class_prefix
     auto = transformers.AutoModelForSequenceClassification if is_value else transformers.AutoModelForCausalLM
     models = []
     for path in (folders[kind], top / f"{kind}_{Layout(tp=2, pp=2)}"):

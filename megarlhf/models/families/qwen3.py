@@ -5,7 +5,7 @@ from dataclasses import replace
 from megarlhf.models.families.llama import LLAMA
 from megarlhf.models.names import Cut, Weight
 
-_QK_NORMS = tuple(
+QK_NORMS = tuple(
     Weight(
         f"decoder.layers.{{layer}}.self_attention.{letter}_layernorm.weight",
         (f"model.layers.{{layer}}.self_attn.{letter}_norm.weight",),
@@ -15,4 +15,4 @@ _QK_NORMS = tuple(
     for letter in "qk"
 )
 
-QWEN3 = replace(LLAMA, layer=(*LLAMA.layer, *_QK_NORMS))
+QWEN3 = replace(LLAMA, layer=(*LLAMA.layer, *QK_NORMS))
