@@ -25,10 +25,9 @@ from megarlhf.config.lora import LoRA, lora_violations
 from megarlhf.errors import ConfigError
 from megarlhf.models.build import Model
 from megarlhf.models.families import FAMILIES
-from megarlhf.models.names import Cut, Weight, adapted, row_sources, stage_weights
+from megarlhf.models.names import Cut, Weight, adapted, module_of, row_sources, stage_weights
 from megarlhf.records.seeds import derive_seed
 
-_LINEAR_CUTS = (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
 Key = tuple[int, str]
 """(model chunk, parameter name in the chunk)."""
 
@@ -108,15 +107,6 @@ class Adapter(torch.nn.Module):
         return (weight.float() + self.scale * (self.spread().float() @ self.a.float())).to(weight.dtype)
 
 
-<<<<<<< HEAD
-=======
-def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
-    """Of the tensors that a weight is made of, those that get an adapter."""
-    is_linear = weight.is_matrix and weight.cut in _LINEAR_CUTS
-    return tuple(name for name in dict.fromkeys(weight.hf) if module_of(name) in lora.targets) if is_linear else ()
-
-
->>>>>>> 1622d58 (OLMo 2, Phi-3 and Phi-4, Gemma 2 and Gemma 3 (text): training, generation, weights in and out, torch_dist)
 def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
     """Freeze `model` and put adapters on its linears; a value head stays trainable, as in PEFT.
 
@@ -147,12 +137,7 @@ def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
 def _require_linears(model: Model, lora: LoRA) -> None:
     """Every target is a linear layer of this model."""
     layer = FAMILIES[model.architecture.family].layer
-    linears = {
-        module_of(name): None
-        for weight in layer
-        if weight.cut in _LINEAR_CUTS and weight.is_matrix
-        for name in weight.hf
-    }
+    linears = {module_of(name): None for weight in layer if weight.is_linear for name in weight.hf}
     strangers = [name for name in lora.targets if name not in linears]
     if strangers:
         raise ConfigError(

@@ -72,6 +72,11 @@ class Weight:
         """Neither a norm's weight nor a bias."""
         return len(self.shapes[0]) == 2
 
+    @property
+    def is_linear(self) -> bool:
+        """A linear layer's weight, not a table's or a head's."""
+        return self.is_matrix and self.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -162,5 +167,6 @@ def module_of(hf_name: str) -> str:
 
 def adapted(weight: Weight, lora: LoRA) -> tuple[str, ...]:
     """Of the tensors that a weight is made of, those that get an adapter."""
-    is_linear = weight.is_matrix and weight.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
-    return tuple(name for name in weight.hf if module_of(name) in lora.targets) if is_linear else ()
+    if not weight.is_linear:
+        return ()
+    return tuple(name for name in dict.fromkeys(weight.hf) if module_of(name) in lora.targets)
