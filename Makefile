@@ -2,6 +2,7 @@
 #   make quickstart   PPO on a real model, two ranks on this machine
 #   make test         all tests
 #   make test-core    the tests that depend on the megatron-core version
+#   make test-kill    30 runs with ranks killed at random moments
 #   make lint         ruff
 #   make te-reference Transformer Engine's Python sources, which tests compare with
 # PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
@@ -20,7 +21,7 @@ ASSETS = assets/.made
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv assets te-reference quickstart test test-core lint
+.PHONY: venv assets te-reference quickstart test test-core test-kill lint
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -55,6 +56,9 @@ test: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 
 test-core: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 	$(VENV)/bin/python -m pytest -q $(CORE_TESTS) -m 'not slow'
+
+test-kill: $(INSTALLED) $(ASSETS)
+	KILL_TRIALS=30 $(VENV)/bin/python -m pytest -q tests/loop/test_kill.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

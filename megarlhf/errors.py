@@ -44,6 +44,10 @@ class RemoteError(MegarlhfError, ConnectionError):
     """A server could not be reached, refused the request, or answered with something that is not what was asked."""
 
 
+class PeerError(MegarlhfError, ConnectionError):
+    """Another rank is gone or failed, so this one cannot go on; the text says which and where."""
+
+
 class Requeue(MegarlhfError):
     """The run was asked to stop and has saved its state: the same command, started again, goes on from there."""
 

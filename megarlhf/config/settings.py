@@ -265,6 +265,9 @@ class CorpusRun:
     save_before_minutes: float = 0.0
     """Minutes after the start by which a checkpoint must be on the disk: the step before which time would run out ends
     with one, and the run with exit code 75. 0: no limit."""
+    stage_timeout_minutes: float = 120.0
+    """A stage of a step (generate, learn_actor, ...) that takes longer is taken for stuck: all ranks end with a report
+    of where each was. 0: no limit."""
     resume: str = "auto"
     """auto: go on from the latest intact checkpoint in run.dir, if there is one and the settings are the same; never;
     or a checkpoint (or a run folder) to start from, whose settings may differ."""

@@ -20,7 +20,15 @@ from megarlhf.device.memory import (
     wait_for_copies,
 )
 from megarlhf.device.setup import backend, current, is_prepared, prepare
-from megarlhf.device.world import Worlds, is_first_rank, is_launched, join_world, launched_world_size, leave_world
+from megarlhf.device.world import (
+    Worlds,
+    is_first_rank,
+    is_launched,
+    join_world,
+    launched_world_size,
+    leave_world,
+    side_store,
+)
 
 __all__ = [
     "Worlds",
@@ -38,6 +46,7 @@ __all__ = [
     "join_world",
     "launched_world_size",
     "leave_world",
+    "side_store",
     "matmul_float32",
     "memory_allocated_bytes",
     "pinned",

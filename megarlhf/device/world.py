@@ -80,6 +80,16 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
+def side_store() -> dist.Store:
+    """A connection of its own to the launcher's store, once the world is joined: for words between ranks that may not
+    wait for a collective. Without a launcher, a store that only this process sees."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return dist.PrefixStore(f"megarlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def place_in_world() -> tuple[int, int, dist.Store | None]:
     """(rank, world size, store) from the environment; a store of its own for a single process, so no port is opened."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:

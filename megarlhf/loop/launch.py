@@ -1,7 +1,7 @@
 """What every training command does: settings, preflight, joining the world, building, training, exporting."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +9,13 @@ from megarlhf.config.algorithm_check import algorithm_warnings
 from megarlhf.config.filled import filled
 from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
-from megarlhf.errors import ConfigError
+from megarlhf.errors import ConfigError, Requeue
 from megarlhf.telemetry.status import BAD_INPUT, recorded, try_write_status
 
 if TYPE_CHECKING:
     from megarlhf.loop.stopping import Stopping
+
+Follow = Callable[[Callable[[], tuple[str, float]]], None]
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +39,25 @@ def launch(command: str, argv: Sequence[str]) -> int:
 
     _refuse(folder, preflight(settings, world_size, " ".join([command, *argv])))
     from megarlhf.loop.stopping import Stopping
+    from megarlhf.loop.watch import Watch
 
     stopping = Stopping()
     stopping.listen()
     rank, world_size = device.join_world()
-    run_training(command, settings, rank, world_size, as_json=as_json, stopping=stopping)
+    limit_s = 60 * settings.run.stage_timeout_minutes
+    watch = Watch(device.side_store(), rank, world_size, limit_s, lambda code, why: try_write_status(folder, code, why))
+    watch.start()
+    try:
+        run_training(command, settings, rank, world_size, as_json=as_json, stopping=stopping, follow=watch.follow)
+    except Requeue:
+        watch.stop()
+        raise
+    except Exception as error:
+        cause = watch.failed(error)
+        if cause is error:
+            raise
+        raise cause from error
+    watch.stop()
     device.leave_world()
     return 0
 
@@ -64,11 +80,12 @@ def run_training(
     *,
     as_json: bool = False,
     stopping: "Stopping | None" = None,
+    follow: Follow = lambda stage: None,
 ) -> None:
     """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`.
 
     `as_json`: nothing but the metrics of each step as a JSON line is printed. `stopping` knows of signals, when the
-    process is all the run's.
+    process is all the run's; `follow` takes a function that says which stage the run is in.
     """
     import torch.distributed as dist
 
@@ -97,6 +114,7 @@ def run_training(
         with reporter(settings, rank, as_json=as_json, keep_steps=start.step if start else 0) as report:
             build = build_online if is_online else build_offline
             run = build(settings, algorithm, world_size, report)
+            follow(run.spans.current)
             keeper = Keeper(run, stopping)
             first_step = keeper.restore(start) if start else 0
             if is_online and not keeper.before:

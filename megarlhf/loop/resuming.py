@@ -13,6 +13,7 @@ from megarlhf.checkpoints.fingerprint import folder_fingerprint
 from megarlhf.checkpoints.load import Checkpoint, intact_together, latest_intact
 from megarlhf.checkpoints.save import STATE_NAME
 from megarlhf.config.changes import changed
+from megarlhf.config.filled import filled
 from megarlhf.config.load import to_dict
 from megarlhf.config.runs import AnyRun, RewardModelRun, SFTRun
 from megarlhf.errors import CheckpointError, ConfigError
@@ -57,7 +58,7 @@ def _continuation_violations(settings: AnyRun, folder: Path, holds: str, again: 
         before = json.loads((latest / STATE_NAME).read_bytes())["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    differing = changed(before, to_dict(settings))
+    differing = changed(before, to_dict(filled(settings)))
     if differing:
         return [
             f"run.dir: {latest} is a checkpoint of a run with other settings, {'; '.join(differing)}; take those back, "
@@ -91,7 +92,7 @@ def _is_unfinished(folder: Path) -> bool:
 def _changes_since_start(settings: AnyRun, folder: Path) -> list[str]:
     try:
         before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        return changed(before, to_dict(settings))
+        return changed(before, to_dict(filled(settings)))
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return ["config.yaml: cannot be read"]
 

@@ -13,16 +13,25 @@ class Spans:
         """`synchronize` waits for the device's queued work, which otherwise would be counted in a later block."""
         self._synchronize = synchronize
         self._seconds: dict[str, float] = defaultdict(float)
+        self._open: list[tuple[str, float]] = [("between stages", time.perf_counter())]
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Counts the time of the block under `name`, also when it raises."""
         start = time.perf_counter()
+        self._open.append((name, start))
         try:
             yield
             self._synchronize()
         finally:
+            self._open.pop()
+            self._open[0] = (self._open[0][0], time.perf_counter())
             self._seconds[name] += time.perf_counter() - start
+
+    def current(self) -> tuple[str, float]:
+        """The innermost block that is running, and the seconds since it was entered. May be asked by another thread."""
+        name, start = self._open[-1]
+        return name, time.perf_counter() - start
 
     def drop(self, name: str) -> None:
         """Forgets the time of the blocks called `name`."""

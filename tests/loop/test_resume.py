@@ -116,7 +116,12 @@ def dpo(toy: Path, folder: Path) -> DPORun:
 
 def rm(toy: Path, folder: Path) -> RewardModelRun:
     reward = RewardTrainee(
-        model=str(toy / "actor"), train=Layout(tp=2), optimizer=FAST, dtype="bfloat16", fp8=FP8(recipe="delayed")
+        model=str(toy / "actor"),
+        train=Layout(tp=2),
+        optimizer=FAST,
+        dtype="bfloat16",
+        layers="emulated_fp8",
+        fp8=FP8(recipe="delayed", force_delayed=True),
     )
     return RewardModelRun(reward=reward, **offline(toy, folder, "pairs.jsonl"))
 
