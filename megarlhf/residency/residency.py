@@ -65,7 +65,7 @@ class Residency:
         self._previous = "building"
         self._records: list[Record] = []
         self._before_bytes = device.memory_allocated_bytes()
-        if any(place != "device" for place in homes.values()):
+        if "disk" in homes.values():
             device.return_freed_memory()
 
     def add(self, tenant: Tenant, tensors: Tensors, on_leave: Callable[[], None] | None = None) -> None:

@@ -46,10 +46,9 @@ def write_judge(folder: Path) -> Path:
 
 
 def settings(folder: Path, judge: Path, ranks: int, steps: int, residency: CriticResidency) -> PPORun:
-    """Actor, reference and, of the same size, critic and reward model."""
-    layout = Layout(pp=ranks)
+    """Actor, reference and, of the same size, critic and reward model; trained in stages, sampled in whole copies."""
     return PPORun(
-        actor=Actor(model=str(POLICY), train=layout, generate=layout, micro_batch_tokens=64),
+        actor=Actor(model=str(POLICY), train=Layout(pp=ranks), micro_batch_tokens=64),
         critic=Critic(model=str(judge), micro_batch_tokens=64),
         reward=Reward(model=str(judge), micro_batch_tokens=64),
         algorithm=PPO(num_epochs=1, num_minibatches=1),
@@ -111,6 +110,9 @@ def measured(run_settings: PPORun, ranks: int) -> tuple[int, int, float]:
     rows = [json.loads(line) for line in (Path(run_settings.run.dir) / "memory.jsonl").read_text().splitlines()]
     for row in rows:
         print(*(f"{name} {value}" for name, value in row.items() if name != "tenants"))
+        if row["stage"] == "reshard":
+            extra = row["peak_bytes"] - row["device_bytes"] - row["host_bytes"]
+            print(f"reshard: {extra / 2**20 / ranks:.1f} MiB a rank beside the models and what was there before")
     return peak - baseline, max(row["peak_bytes"] for row in rows), seconds
 
 
