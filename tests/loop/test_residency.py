@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarlhf.config.algorithms import PPO
+from megarlhf.config.algorithms import GRPO, PPO
 from megarlhf.config.layout import Layout
-from megarlhf.config.residency import CriticResidency, TrainedResidency
+from megarlhf.config.lora import LoRA
+from megarlhf.config.residency import CriticResidency, Residency, TrainedResidency
+from megarlhf.config.runs import GRPORun
 from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reference, Reward, Rollout, Run
 from megarlhf.residency.schedule import Sharing, homes, stages
 from megarlhf.residency.stages import timeline
@@ -72,15 +74,19 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def numbers(folder: Path) -> list[dict]:
+    """Metrics by step, without those of time and memory."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "memory/", "bytes/"))}
+        for row in rows(folder / "metrics.jsonl")
+    ]
+
+
 def trained(folder: Path) -> dict:
     """Everything that two runs have to agree on to the bit."""
     last = folder / "exports/step_2"
     weights = {model: load_file(last / model / "model.safetensors") for model in ("actor", "critic")}
-    numbers = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "memory/", "bytes/"))}
-        for row in rows(folder / "metrics.jsonl")
-    ]
-    return {"weights": weights, "numbers": numbers, "samples": rows(folder / "samples.jsonl")}
+    return {"weights": weights, "numbers": numbers(folder), "samples": rows(folder / "samples.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,52 @@ def test_any_residency_trains_the_same_bits(toy, tmp_path, resident, layout, nam
         assert ours["weights"][model].keys() == theirs["weights"][model].keys()
         assert all(torch.equal(ours["weights"][model][key], value) for key, value in theirs["weights"][model].items())
     assert not list((tmp_path / "residency").rglob("*.bin")), "files are left behind"
+
+
+@pytest.mark.parametrize("name", ["averages and dynamic sampling", "adapters"])
+def test_what_else_a_run_can_have_waits_on_disk_too(toy, tmp_path, name):
+    """Without a critic: averages that follow the actor and groups that are drawn until they differ; or adapters."""
+    base = settings(toy, tmp_path, "1", CriticResidency())
+    actor, reference, rollout = base.actor, Reference(), replace(base.rollout, samples_per_prompt=4)
+    if name == "adapters":
+        actor = replace(actor, lora=LoRA(rank=4))
+    else:
+        actor, reference = replace(actor, average_decay=0.5), Reference(follow_rate=0.5)
+        rollout = replace(rollout, extra_rounds=1)
+    found = []
+    for residency in (Residency(), Residency(idle="disk", check_transfers=True)):
+        folder = tmp_path / residency.idle
+        run = replace(base.run, dir=str(folder), save_every=0)
+        wanted = GRPORun(
+            actor=actor,
+            reference=reference,
+            reward=Reward(model=str(toy / "reward")),
+            algorithm=GRPO(kl_coef=0.01),
+            rollout=rollout,
+            data=base.data,
+            residency=residency,
+            run=run,
+        )
+        run_on_ranks(1, train, "grpo", wanted)
+        exported = {path.parent.name: load_file(path) for path in sorted(folder.glob("hf*/*.safetensors"))}
+        found.append((exported, numbers(folder), rows(folder / "samples.jsonl")))
+    (ours, *rest), (theirs, *others) = found
+    assert len(ours) == 2 and ours.keys() == theirs.keys() and rest == others
+    assert all(torch.equal(ours[model][key], value) for model in ours for key, value in theirs[model].items())
+
+
+def test_a_run_is_resumed_from_what_waited_on_disk(toy, tmp_path):
+    """Two steps under one residency, the third under another: the same as three in one go."""
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    wanted = settings(toy, straight, "1", CriticResidency())
+    run = replace(wanted.run, steps=3, save_every=0)
+    run_on_ranks(1, train, "ppo", replace(wanted, run=run))
+    halved = replace(wanted, residency=ON_DISK, run=replace(run, dir=str(halves), steps=2, checkpoint_every=2))
+    run_on_ranks(1, train, "ppo", halved)
+    resumed = replace(run, dir=str(tmp_path / "resumed"), resume=str(halves))
+    run_on_ranks(1, train, "ppo", replace(wanted, run=resumed))
+    ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (tmp_path / "resumed", straight))
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
 def test_what_cannot_be_is_told_before_anything_is_loaded(toy, tmp_path):
