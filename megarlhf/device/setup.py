@@ -6,6 +6,8 @@ import sys
 import torch
 
 from megarlhf.device import cpu, megatron
+from megarlhf.device.packages import package_violations
+from megarlhf.errors import ConfigError
 
 _prepared: list[bool] = []
 """Holds one item once the process is prepared (a list, so that no function rebinds a module's name)."""
@@ -20,7 +22,8 @@ def prepare() -> None:
     """Make it safe to import megatron.core in this process, with or without a GPU. Idempotent.
 
     Imports torch, then transformers (which must see torch as it is), then, when there is no GPU, applies the patches
-    of `cpu.py`. Raises RuntimeError when megatron.core was imported first: it would have bound unpatched functions.
+    of `cpu.py`. Raises RuntimeError when megatron.core was imported first: it would have bound unpatched functions; and
+    ConfigError for packages beside which it cannot be imported.
     """
     if is_prepared():
         return
@@ -29,6 +32,9 @@ def prepare() -> None:
     has_no_gpu = not torch.cuda.is_available()
     if has_no_gpu and "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megarlhf.device.prepare(); call prepare() first")
+    violations = package_violations(has_gpu=not has_no_gpu)
+    if violations:
+        raise ConfigError(violations)
     import transformers  # noqa: F401  (its import evaluates annotations such as torch.cuda.Stream | None)
 
     if has_no_gpu:
