@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import megarlhf
 from megarlhf import device
+from megarlhf.device.gpus import describe_gpus
 from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, installed, package_violations
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "transformer-engine", "transformer-engine-torch")
@@ -36,22 +37,13 @@ def machine() -> list[Finding]:
     found += [Finding(name, installed(name) or "not installed") for name in PACKAGES]
     found.append(Finding("apex kernels (amp_C)", "yes" if has_real_apex() else "no: torch's are used"))
     found.append(Finding("fused weight gradients", "yes" if has_fused_weight_gradients() else "no"))
-    has_gpu = torch.cuda.is_available()
-    found += [Finding("package", words, is_problem=True) for words in package_violations(has_gpu=has_gpu)]
-    found += _gpus() if has_gpu else [Finding("GPUs", f"none; {psutil.cpu_count()} CPU cores, gloo")]
+    gpus = describe_gpus()
+    found += [Finding("package", words, is_problem=True) for words in package_violations(has_gpu=bool(gpus))]
+    found += [Finding(name, words) for name, words in gpus.items()]
+    found += [] if gpus else [Finding("GPUs", f"none; {psutil.cpu_count()} CPU cores, gloo")]
     memory = psutil.virtual_memory()
     found.append(Finding("host memory", f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"))
     return found + _interfaces()
-
-
-def _gpus() -> list[Finding]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    found = [Finding("CUDA, NCCL", f"{torch.version.cuda}, {nccl}")]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        words = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
-        found.append(Finding(f"GPU {index}", words))
-    return found
 
 
 def _interfaces() -> list[Finding]:
