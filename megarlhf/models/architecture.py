@@ -23,6 +23,7 @@ from megarlhf.models.head_styles import (
     stored_head,
 )
 from megarlhf.models.model_types import MODEL_TYPES, Windows
+from megarlhf.models.quantisation_config import quantisation_problems
 from megarlhf.models.rope_config import Rope, read_rope, read_window_rope, rope_problems
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -321,7 +322,8 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
         kinds = ("full_attention", "sliding_attention")
         words = f"a list of {' and '.join(kinds)}"
         problems += found(("layer_types",), lambda value: isinstance(value, list) and set(value) <= set(kinds), words)
-    problems += found(("rope_scaling", "rope_parameters"), lambda value: isinstance(value, dict), "an object")
+    objects = ("rope_scaling", "rope_parameters", "quantization_config")
+    problems += found(objects, lambda value: isinstance(value, dict), "an object")
     return problems + found(("architectures",), lambda value: isinstance(value, list), "a list of names")
 
 
@@ -343,8 +345,7 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
     field = kind.activation_field
     if config[field] not in ACTIVATIONS:
         problems.append(f"{field} {config[field]!r} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}")
-    if config.get("quantization_config"):
-        problems.append("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
+    problems += quantisation_problems(config)
     return problems + rope_problems(config, kind.partial_rotary) + _unsupported_windows(config)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarlhf.errors import CheckpointError
+from megarlhf.weights.block_scales import BLOCK, FP8, SCALE_SUFFIX, read_scaled, scale_shape
 from megarlhf.weights.boxes import Box, slices
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -38,6 +39,7 @@ class SafetensorsFolder:
         self._files = {name: _open(self.path / name) for name in names}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
         self._stored_as: dict[str, str] = {}
+        self._scales = self._paired_scales()
         self._starts: dict[str, dict[str, int]] = {}
         if listed is not None:
             _require_agreement(index, listed, {name: set(file.keys()) for name, file in self._files.items()})
@@ -45,7 +47,7 @@ class SafetensorsFolder:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
-        return tuple(sorted(self._file_of))
+        return tuple(sorted(set(self._file_of) - set(self._scales.values())))
 
     def renamed(self, names: Mapping[str, str]) -> "SafetensorsFolder":
         """The same folder with some tensors under other names: {new name: name in the files}."""
@@ -72,6 +74,8 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor, from the file's header. Raises CheckpointError for one that weights cannot have."""
         found = self._slice(name).get_dtype()
+        if name in self._scales:
+            return torch.bfloat16
         if found not in _DTYPES:
             raise CheckpointError(
                 f"{self.path / self.file_of(name)}: {name} has dtype {found}; accepted: {', '.join(_DTYPES)}; "
@@ -80,7 +84,12 @@ class SafetensorsFolder:
         return _DTYPES[found]
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A view of one box of a tensor, on the host, in the file's dtype. Copy what you keep: it pins the mapping."""
+        """A view of one box of a tensor, on the host, in the file's dtype. Copy what you keep: it pins the mapping.
+
+        An FP8 weight is read with its scales, as bfloat16, and is no view.
+        """
+        if name in self._scales:
+            return read_scaled(self._slice(name), self._slice(self._scales[name]), box)
         return self._slice(name)[slices(box)]
 
     def prefetch(self, name: str, box: Box) -> None:
@@ -89,9 +98,29 @@ class SafetensorsFolder:
         if file not in self._starts:
             self._starts[file] = _starts(self.path / file)
         shape, (first, last) = self.shape(name), box[0]
-        row_bytes = math.prod(shape[1:]) * self.dtype(name).itemsize
+        row_bytes = math.prod(shape[1:]) * (1 if name in self._scales else self.dtype(name).itemsize)
         start = self._starts[file][self._stored_as.get(name, name)]
         read_ahead(self.path / file, start + first * row_bytes, (last - first) * row_bytes)
+
+    def _paired_scales(self) -> dict[str, str]:
+        """Name of an FP8 weight -> name of its scales. Raises CheckpointError for weights whose scales do not fit."""
+        quantised = [name for name in self._file_of if self._slice(name).get_dtype() == FP8]
+        problems = []
+        for name in quantised:
+            scale, expected = name + SCALE_SUFFIX, scale_shape(self.shape(name))
+            if scale not in self._file_of:
+                problems.append(
+                    f"{self.path / self.file_of(name)}: {name} is FP8 but {scale} {list(expected)} is missing"
+                )
+            elif len(expected) != 2 or self.shape(scale) != expected or self._slice(scale).get_dtype() not in _DTYPES:
+                found = f"{list(self.shape(scale))} {self._slice(scale).get_dtype()}"
+                problems.append(
+                    f"{self.path / self.file_of(scale)}: {scale} is {found}; expected {list(expected)} of "
+                    f"{', '.join(_DTYPES)}, a scale for each {BLOCK} x {BLOCK} block of a matrix"
+                )
+        if problems:
+            raise CheckpointError("\n".join([*problems[:20], "download the folder again"]))
+        return {name: name + SCALE_SUFFIX for name in quantised}
 
     def __reduce__(self):
         return _reopened, (self.path, self._stored_as)

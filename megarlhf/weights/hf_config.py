@@ -32,8 +32,8 @@ def exported_config(
     config |= _rope_fields(architecture)
     config |= {"torch_dtype": dtype, "dtype": dtype, "head_dim": architecture.head_dim}
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
-    labels = ("num_labels", "id2label", "label2id")
-    config = {key: value for key, value in without_score_entries(config).items() if key not in labels}
+    dropped = ("num_labels", "id2label", "label2id", "quantization_config")
+    config = {key: value for key, value in without_score_entries(config).items() if key not in dropped}
     model_type = MODEL_TYPES[architecture.family]
     if head == "vocabulary":
         return config | {"architectures": [f"{model_type.class_prefix}ForCausalLM"]}

@@ -98,6 +98,12 @@ def changed_weights(folder, target, word, change):
         ("qwen2", "v_proj.bias"),
         ("qwen3", "q_norm"),
         ("qwen3", "k_norm"),
+        ("olmo2", "q_norm"),
+        ("olmo2", "k_norm"),
+        ("olmo2", "layers.1.post_attention_layernorm"),
+        ("gemma2", "layers.1.post_feedforward_layernorm"),
+        ("gemma2", "layers.1.pre_feedforward_layernorm"),
+        ("gemma3", "layers.1.self_attn.q_norm"),
     ],
 )
 def test_a_wrong_small_weight_would_be_caught(variant, word, folders, alone, tmp_path):
@@ -187,6 +193,84 @@ def test_a_window_is_read_where_transformers_reads_one(family):
     ):
         with pytest.raises(CheckpointError, match=word):
             Architecture.from_hf({**whole, **fields})
+
+
+def swapped(weights, one, other):
+    return {one: weights[other], other: weights[one]}
+
+
+def rolled(weights, name, rows):
+    """Heads in another order, in the first `rows` of a projection."""
+    return {name: torch.cat([weights[name][:rows].roll(tiny.HEAD_DIM, 0), weights[name][rows:]])}
+
+
+MIX_UPS = {
+    "gate and up": ("gemma2", lambda w: swapped(w, "mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "joined gate and up": (
+        "phi3",
+        lambda w: {"mlp.gate_up_proj.weight": w["mlp.gate_up_proj.weight"].roll(tiny.FFN, 0)},
+    ),
+    "heads": ("olmo2", lambda w: rolled(w, "self_attn.q_proj.weight", tiny.HEADS * tiny.HEAD_DIM)),
+    "joined heads": ("phi3", lambda w: rolled(w, "self_attn.qkv_proj.weight", tiny.HEADS * tiny.HEAD_DIM)),
+    "norms": ("gemma3", lambda w: swapped(w, "post_attention_layernorm.weight", "pre_feedforward_layernorm.weight")),
+}
+
+
+@pytest.mark.parametrize("mix_up", MIX_UPS)
+def test_a_mix_up_in_one_layer_would_be_caught(mix_up, folders, alone, tmp_path):
+    (variant, change), at = MIX_UPS[mix_up], "model.layers.1."
+    wrong = shutil.copytree(folders[variant], tmp_path / "wrong")
+    weights = load_file(wrong / "model.safetensors")
+    changed = change({name.removeprefix(at): weight for name, weight in weights.items()})
+    weights |= {at + name: weight.contiguous() for name, weight in changed.items()}
+    save_file({name: weight.clone() for name, weight in weights.items()}, wrong / "model.safetensors")
+    rows = random_rows()
+    assert (logits(wrong, alone, rows) - reference_logits(folders[variant], rows)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "variant, field, value",
+    [
+        ("olmo2", "rms_norm_eps", 1e-3),
+        ("phi3 partly rotated, in a window", "partial_rotary_factor", 1.0),
+        ("phi3 partly rotated, in a window", "sliding_window", 6),
+        ("gemma2", "attn_logit_softcapping", 3.3),
+        ("gemma2", "final_logit_softcapping", 2.2),
+        ("gemma2", "query_pre_attn_scalar", 22),
+        ("gemma2", "hidden_activation", "silu"),
+        ("gemma2", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gemma3", "rope_local_base_freq", 350.0),
+        ("gemma3", "rope_theta", 4000.0),
+        ("gemma3", "rms_norm_eps", 1e-3),
+    ],
+)
+def test_a_wrong_constant_would_be_caught(variant, field, value, folders, alone, tmp_path):
+    wrong = shutil.copytree(folders[variant], tmp_path / "wrong")
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**config, field: value}))
+    rows = random_rows()
+    assert (logits(wrong, alone, rows) - reference_logits(folders[variant], rows)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "family, fields, words",
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "field sliding_window_pattern is 0"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "field query_pre_attn_scalar is missing"),
+        ("gemma2", {"sliding_window": None}, "field sliding_window is missing"),
+        ("gemma2", {"final_logit_softcapping": -1}, "field final_logit_softcapping is -1; expected a number above 0"),
+        ("gemma2", {"attention_bias": True}, "attention_bias true"),
+        ("olmo2", {"attention_bias": True}, "attention_bias true"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "'longrope'"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ],
+)
+def test_what_a_family_cannot_have_is_refused_by_name(family, fields, words):
+    with pytest.raises(CheckpointError, match=words):
+        Architecture.from_hf(tiny.tiny_config(family=family, **fields))
 
 
 @pytest.mark.parametrize("window", [4, 6, None])

@@ -20,15 +20,19 @@ def inputs(dtype=torch.float32, padded: int = 24):
     return hidden, weight, targets, slopes
 
 
-def dense(hidden, weight, targets, temperature: float, vocabulary: int):
+def dense(hidden, weight, targets, temperature: float, vocabulary: int, softcap: float | None = None):
     """The independent answer."""
-    log_p = torch.log_softmax((hidden.float() @ weight[:vocabulary].float().t()) / temperature, dim=-1)
+    logits = hidden.float() @ weight[:vocabulary].float().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
     logp = log_p.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return logp.where(targets >= 0, 0.0), entropy.where(targets >= 0, 0.0)
 
 
-def compare_with_dense(group, rank: int, tp: int, temperature: float, chunk_tokens: int) -> None:
+def compare_with_dense(
+    group, rank: int, tp: int, temperature: float, chunk_tokens: int, softcap: float | None = None
+) -> None:
     """Values and gradients of this rank's shard; the gradient of hidden is summed over the group first."""
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
@@ -36,7 +40,7 @@ def compare_with_dense(group, rank: int, tp: int, temperature: float, chunk_toke
 
     hidden, weight, targets, slopes = inputs()
     expected_inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = dense(*expected_inputs, targets, temperature, VOCABULARY)
+    expected = dense(*expected_inputs, targets, temperature, VOCABULARY, softcap)
     (slopes[0] * expected[0] + slopes[1] * expected[1]).sum().backward()
 
     hidden.requires_grad_()
@@ -48,6 +52,7 @@ def compare_with_dense(group, rank: int, tp: int, temperature: float, chunk_toke
         group=group,
         vocab_size=VOCABULARY,
         temperature=temperature,
+        softcap=softcap,
         chunk_tokens=chunk_tokens,
         with_entropy=True,
     )
@@ -62,13 +67,14 @@ def compare_with_dense(group, rank: int, tp: int, temperature: float, chunk_toke
 def compare_on_rank(rank: int, world_size: int) -> None:
     import torch.distributed as dist
 
-    for temperature, chunk_tokens in ((1.0, 1024), (0.7, 5)):
-        compare_with_dense(dist.group.WORLD, rank, world_size, temperature, chunk_tokens)
+    for temperature, chunk_tokens, softcap in ((1.0, 1024, None), (0.7, 5, None), (0.7, 5, 1.5)):
+        compare_with_dense(dist.group.WORLD, rank, world_size, temperature, chunk_tokens, softcap)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8, 30.0])
 @pytest.mark.parametrize("temperature, chunk_tokens", [(1.0, 1024), (1.0, 5), (0.7, 1), (2.0, 13)])
-def test_value_and_gradient_match_dense_on_one_rank(world, temperature, chunk_tokens):
-    compare_with_dense(world, 0, 1, temperature, chunk_tokens)
+def test_value_and_gradient_match_dense_on_one_rank(world, temperature, chunk_tokens, softcap):
+    compare_with_dense(world, 0, 1, temperature, chunk_tokens, softcap)
 
 
 def test_value_and_gradient_match_dense_on_two_ranks():
