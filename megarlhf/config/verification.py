@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megarlhf.config.layout import Layout
 
-_PART = re.compile(r"(tp|pp|cp|ep|vp|dp)(\d+)|(sp)")
+_PART = re.compile(r"(tp|pp|cp|ep|vp|dp|first|last)(\d+)|(sp)")
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Verification:
     """Flags of `megarlhf verify-layout`; all others are settings of the recipe."""
 
     layouts: str = ""
-    """Layouts by comma, sizes joined by +, as in tp2,pp2,tp2+sp,pp2+vp2,dp2; empty: the recipe's own, and dp2."""
+    """Layouts by comma, sizes joined by +: tp2,tp2+sp,pp2+vp2,pp2+first1,dp2; empty: the recipe's own, and dp2."""
     micro_batch_tokens: str = ""
     """Sizes of micro-batches by comma, each tried with every layout; empty: the recipe's actor.micro_batch_tokens."""
     prompts: int = 4
@@ -76,10 +76,11 @@ def parse_layout(word: str) -> tuple[Layout, int] | None:
         if not part or _PART.sub("", part):
             return None
         sizes |= {name or "sp": int(size or 1) for name, size, _ in _PART.findall(part)}
-    dp, sp = sizes.pop("dp", 1), bool(sizes.pop("sp", 0))
-    if dp < 1 or min(sizes.values(), default=1) < 1:
+    if min(sizes.values(), default=1) < 1:
         return None
-    layout = Layout(sp=sp, **sizes)
+    dp, sp = sizes.pop("dp", 1), bool(sizes.pop("sp", 0))
+    first, last = sizes.pop("first", 0), sizes.pop("last", 0)
+    layout = Layout(sp=sp, first_stage_layers=first, last_stage_layers=last, **sizes)
     return layout, layout.model_ranks * max(dp, layout.ep)
 
 

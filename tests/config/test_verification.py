@@ -5,6 +5,13 @@ import pytest
 from megarlhf.config.layout import Layout
 from megarlhf.config.verification import Case, Verification, cases, parse_layout
 
+PRINTED = [
+    Layout(tp=2, pp=3, sp=True),
+    Layout(pp=2, vp=2),
+    Layout(cp=4),
+    Layout(pp=3, first_stage_layers=1, last_stage_layers=2),
+]
+
 
 @pytest.mark.parametrize(
     "word,layout,num_ranks",
@@ -15,18 +22,19 @@ from megarlhf.config.verification import Case, Verification, cases, parse_layout
         ("dp3", Layout(), 3),
         ("tp2+pp2+sp+dp2", Layout(tp=2, pp=2, sp=True), 8),
         ("cp2+dp2", Layout(cp=2), 4),
+        ("pp2+first1", Layout(pp=2, first_stage_layers=1), 2),
     ],
 )
 def test_sizes_joined_by_plus_are_a_layout(word, layout, num_ranks):
     assert parse_layout(word) == (layout, num_ranks)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=3, sp=True), Layout(pp=2, vp=2), Layout(cp=4)])
+@pytest.mark.parametrize("layout", PRINTED)
 def test_a_layout_is_read_as_it_is_printed(layout):
     assert parse_layout(str(layout)) == (layout, layout.model_ranks)
 
 
-@pytest.mark.parametrize("word", ["", "tp", "tp0", "2tp", "tp2+", "tp2+zz3", "dp0"])
+@pytest.mark.parametrize("word", ["", "tp", "tp0", "2tp", "tp2+", "tp2+zz3", "dp0", "pp2+first0"])
 def test_what_is_no_layout_is_refused(word):
     assert parse_layout(word) is None
 

@@ -196,8 +196,13 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_bits(toy, tmp_path, c
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Layout(tp=2), Layout(pp=2)), (Layout(), Layout(tp=2, sp=True)), (Layout(pp=2), Layout())],
-    ids=["tp2-pp2", "dp2-tp2", "pp2-dp2"],
+    [
+        (Layout(tp=2), Layout(pp=2)),
+        (Layout(), Layout(tp=2, sp=True)),
+        (Layout(pp=2), Layout()),
+        (Layout(cp=2), Layout()),
+    ],
+    ids=["tp2-pp2", "dp2-tp2", "pp2-dp2", "cp2-dp2"],
 )
 def test_another_layout_goes_on_with_the_same_losses(toy, tmp_path, before, after):
     whole_run = sft(toy, tmp_path / "whole", before)

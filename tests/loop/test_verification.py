@@ -81,7 +81,17 @@ def frozen(tmp_path_factory):
     return folder, *run_on_ranks(1, reference, folder)[0]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2), Layout()], ids=str)
+SOUND = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(),
+    Layout(pp=2, vp=2),
+    Layout(cp=2),
+    Layout(pp=2, last_stage_layers=1),
+]
+
+
+@pytest.mark.parametrize("layout", SOUND, ids=str)
 def test_sound_layouts_agree_with_one_process(layout, frozen):
     found = run_on_ranks(2, compared, *frozen, layout)
     assert found[0].keys() == {"actor", "critic"} and not found[1]
