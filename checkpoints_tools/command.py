@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import MegarlhfError
+from megarlhf.telemetry.status import BAD_INPUT as BAD_INPUT
 from megarlhf.telemetry.status import DONE as DONE
 from megarlhf.telemetry.status import FAILED, exit_code
 
@@ -45,13 +46,14 @@ def positive(text: str) -> int:
 
 
 def add_conversion(arguments: argparse.ArgumentParser) -> None:
-    """SRC DST --config --workers --dtype."""
+    """SRC DST --config --workers --without-tokenizer --dtype."""
     arguments.add_argument("source", metavar="SRC", help="folder to read")
     arguments.add_argument("target", metavar="DST", help="folder to write; must not be there yet")
     add_config(arguments)
     arguments.add_argument(
         "--workers", type=positive, help="processes (by default one a processor, at most 4; 1 for a small model)"
     )
+    arguments.add_argument("--without-tokenizer", action="store_true", help="convert though SRC has no tokenizer")
     arguments.add_argument("--dtype", choices=DTYPES, help="cast weights (by default they stay as they are)")
 
 

@@ -25,6 +25,7 @@ def main(words: Sequence[str] | None = None, description: str = __doc__) -> int:
         command.layout(given),
         config=given.config,
         workers=workers,
+        without_tokenizer=given.without_tokenizer,
         dtype=command.dtype_of(given.dtype),
         progress=ByteProgress(sys.stderr),
     )

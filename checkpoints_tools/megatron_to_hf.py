@@ -25,6 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
         given.target,
         config=given.config,
         workers=workers,
+        without_tokenizer=given.without_tokenizer,
         dtype=command.dtype_of(given.dtype),
         max_shard_bytes=given.max_shard_bytes,
         progress=ByteProgress(sys.stderr),

@@ -21,7 +21,7 @@ from megarlhf.models.architecture import require_layout
 from megarlhf.telemetry.progress import ByteProgress
 from megarlhf.weights.file_plan import FilePlan, hugging_face_plan, megatron_plan, stored_dtype
 from megarlhf.weights.folder import INDEX_NAME, SafetensorsFolder
-from megarlhf.weights.hf_config import copy_companions, exported_config
+from megarlhf.weights.hf_config import copy_companions, exported_config, require_tokenizer
 from megarlhf.weights.journal import Journal, is_written
 from megarlhf.weights.megatron_folder import MegatronFolder
 from megarlhf.weights.megatron_keys import key_shapes
@@ -58,16 +58,18 @@ def write_megatron(
     config: str | Path | None = None,
     workers: int = 1,
     dtype: torch.dtype | None = None,
+    without_tokenizer: bool = False,
     progress: ByteProgress | None = None,
 ) -> None:
     """Write a model as a torch_dist checkpoint, in blocks and files as ranks of `layout` would have saved them.
 
     Any layout can load it. Weights keep their dtype unless `dtype` is given (a value head keeps it anyway). A source
-    that is itself a checkpoint is laid out anew. What an earlier run of the same left unfinished is gone on with.
+    that is itself a checkpoint is laid out anew; one without a tokenizer is refused, unless `without_tokenizer`. What
+    an earlier run of the same left unfinished is gone on with.
     Raises CheckpointError or LayoutError before anything is written, and CheckpointError, ConversionError or OSError,
     leaving no target behind, when it cannot be finished.
     """
-    source, target = open_source(source_path, config), Path(target)
+    source, target = _opened(source_path, config, without_tokenizer), Path(target)
     require_layout(source.architecture, layout, "--tp/--pp/--vp")
     plan, blocks = megatron_plan(source, layout, dtype)
 
@@ -89,6 +91,7 @@ def write_hugging_face(
     config: str | Path | None = None,
     workers: int = 1,
     dtype: torch.dtype | None = None,
+    without_tokenizer: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: ByteProgress | None = None,
 ) -> None:
@@ -96,7 +99,7 @@ def write_hugging_face(
 
     Arguments and errors as for `write_megatron`.
     """
-    source, target = open_source(source_path, config), Path(target)
+    source, target = _opened(source_path, config, without_tokenizer), Path(target)
     plan = hugging_face_plan(source, dtype, max_shard_bytes)
 
     def finish(partial: Path) -> None:
@@ -108,6 +111,13 @@ def write_hugging_face(
     options = {"format": "safetensors", "max_shard_bytes": max_shard_bytes, "dtype": str(dtype)}
     job = _Job(source, target, plan, options | {"version": __version__}, finish)
     _write(job, workers, progress or ByteProgress())
+
+
+def _opened(path: str | Path, config: str | Path | None, without_tokenizer: bool) -> Source:
+    source = open_source(path, config)
+    if not without_tokenizer:
+        require_tokenizer(source.config_folder)
+    return source
 
 
 def _write(job: _Job, workers: int, progress: ByteProgress) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.errors import CheckpointError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.head_styles import POOLING, POOLING_KEY, SEQUENCE, TOKEN
 from megarlhf.models.model_types import MODEL_TYPES
@@ -17,6 +18,7 @@ COMPANIONS = (
     "generation_config.json", "chat_template*", "additional_chat_templates", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Copied byte for byte when the source folder has them."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def exported_config(
@@ -60,6 +62,20 @@ def _rope_fields(architecture: Architecture) -> dict[str, Any]:
         return fields | {"rope_parameters": rope}
     both = {"full_attention": rope, "sliding_attention": other.as_dict()}
     return fields | {"rope_local_base_freq": other.theta, "rope_parameters": both}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer's vocabulary, in one of the forms that transformers reads."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raise CheckpointError unless the folder holds a tokenizer."""
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{folder}: has no tokenizer ({', '.join(TOKENIZERS)}), without which nobody can give the model a text; "
+            "copy it there, or go on with --without-tokenizer"
+        )
 
 
 def copy_companions(source: Path, target: Path) -> None:

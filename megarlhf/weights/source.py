@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Source:
     head: Head
     config_folder: Path
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model with its shape, in the order of the network."""
         return hf_shapes(self.architecture, self.head)
@@ -61,7 +62,7 @@ def open_source(path: str | Path, config: str | Path | None = None) -> Source:
     everything that is missing, left over or of another shape.
     """
     path = Path(path)
-    if (path / METADATA_NAME).is_file():
+    if (path / METADATA_NAME).is_file() or any(path.glob("*.distcp")):
         folder = MegatronFolder(path, config)
         return Source(folder, folder.architecture, folder.head, folder.config_folder)
     tensors, config_folder = SafetensorsFolder(path), Path(config) if config is not None else path

@@ -120,7 +120,7 @@ def main() -> None:
     tool = [sys.executable, "-m"]
     source, copied, back = at / "hf", at / "copy", at / "back"
     there = at / "megatron"
-    workers = ["--workers", given.workers]
+    workers = ["--workers", given.workers, "--without-tokenizer"]
     try:
         print(f"{given.size}: {write_model(source, given.size) / 2**30:.2f} GiB", flush=True)
         copy = ["sh", "-c", f'cp -r "{source}" "{copied}" && sync "{copied}"/*']
