@@ -36,6 +36,7 @@ _RANGES: dict[str, _Range] = {
     "entropy_coef": _NOT_NEGATIVE,
     "importance_cap": (lambda value: value is None or value >= 0, "0 or more"),
     "value_clip": _NOT_NEGATIVE,
+    "critic_warmup_steps": _NOT_NEGATIVE,
     "reward_clip": _NOT_NEGATIVE,
     "missing_eos_penalty": _NOT_NEGATIVE,
     "overlong_length": _NOT_NEGATIVE,

@@ -72,6 +72,9 @@ class PPO(PolicyGradient):
     """GAE lambda per token."""
     value_clip: float = 0.2
     """Values are clipped within this distance of the values at rollout; 0 turns it off."""
+    critic_warmup_steps: int = 0
+    """Steps at the start in which only the critic learns; the policy, whose learning rate's schedule begins after them,
+    samples and is scored as ever."""
     whiten_rewards: bool = False
     """Scale token rewards to variance 1 over the batch, keeping their mean."""
     policy_loss: Literal["clip", "penalty"] = "clip"

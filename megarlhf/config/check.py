@@ -259,6 +259,12 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
         yield from view_violations(actor.train, actor.generate, actor.lora.rank)
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
+    warmup = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0
+    if warmup >= settings.run.steps:
+        yield (
+            f"algorithm.critic_warmup_steps: {warmup} of run.steps {settings.run.steps} leave none for the policy; "
+            f"choose {settings.run.steps - 1} or less"
+        )
     if rollout.extra_rounds and rollout.samples_per_prompt == 1:
         yield (
             f"rollout.extra_rounds: {rollout.extra_rounds} with samples_per_prompt 1: a single response carries no "

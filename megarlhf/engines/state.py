@@ -18,7 +18,6 @@ from megarlhf.checkpoints.shards import NamedBox, named_boxes, speakers, wanted_
 from megarlhf.config.lora import LoRA
 from megarlhf.engines.learner import Learner
 from megarlhf.models.build import Model
-from megarlhf.models.lora import base_parameters
 from megarlhf.models.precision.linear import named_states
 from megarlhf.models.precision.recipe import History
 from megarlhf.parallel.grid import Coordinates
@@ -49,17 +48,6 @@ def trained_holdings(model: Model, lora: LoRA) -> Holdings:
         return _holdings(model, lambda at: _base(model, at), hf_shapes(model.architecture, model.head))
     shapes = adapter_shapes(model.architecture, model.head, lora)
     return _holdings(model, lambda at: _adapters(model, at, lora), shapes)
-
-
-def all_holdings(model: Model, lora: LoRA) -> Holdings:
-    """Of every parameter of the module, adapters included."""
-    shapes = hf_shapes(model.architecture, model.head)
-    if not lora.rank:
-        return _holdings(model, lambda at: _base(model, at), shapes)
-    adapted = adapter_shapes(model.architecture, model.head, lora)
-    heads = {key for key in _adapters(model, model.groups.coordinates, lora) if key in base_parameters(model)}
-    assert not heads, "a value model has no average"
-    return _holdings(model, lambda at: _base(model, at) | _adapters(model, at, lora), shapes | adapted)
 
 
 def _base(model: Model, at: Coordinates) -> dict[Key, LocalTensor]:

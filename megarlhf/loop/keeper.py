@@ -22,7 +22,6 @@ from megarlhf.checkpoints.save import Content, PendingSave
 from megarlhf.config.load import to_dict
 from megarlhf.engines.state import (
     Holdings,
-    all_holdings,
     average_boxes,
     average_shapes,
     learner_boxes,
@@ -64,7 +63,7 @@ class Keeper:
         """By the name that an average's tensors begin with, in the order of the run's followers."""
         run = self._run
         return {
-            f"average{number}": all_holdings(run.learners[follower.learner].model, run.roles[follower.learner].lora)
+            f"average{number}": trained_holdings(run.learners[follower.learner].model, run.roles[follower.learner].lora)
             for number, follower in enumerate(run.followers)
         }
 

@@ -19,7 +19,7 @@ def train(run: Run, first_step: int, after_step: AfterStep) -> None:
                 with run.spans(name), run.resident(name, WEIGHTS):
                     batch = scorer.annotate(batch)
             batch = run.credit(batch)
-            for name, learner in run.learners.items():
+            for name, learner in run.learning(step).items():
                 with run.spans(f"learn_{name}"), run.resident(f"learn_{name}", WEIGHTS, GRADIENTS, OPTIMIZER):
                     for minibatch in run.minibatches(batch, step):
                         if run.record(name, learner.update(run.parts(name, minibatch))):

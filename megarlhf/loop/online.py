@@ -56,7 +56,9 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
     actor_model = workshop.model(cast["actor"])
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
     updates = settings.run.steps * updates_per_step(settings.algorithm)
-    actor = learner(actor_model, settings.actor, updates, settings.run.seed)
+    first_step = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0
+    actor_updates = (settings.run.steps - first_step) * updates_per_step(settings.algorithm)
+    actor = learner(actor_model, settings.actor, actor_updates, settings.run.seed)
     house_learner(residency, "actor", actor)
     judge, learners = _judge_and_critic(settings, workshop, cast, updates, residency)
     modules = MODULES | {"reward": judge.modules}
@@ -75,6 +77,7 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
         source=source,
         scorers=scorers,
         learners=learners | {"actor": actor},
+        first_steps={"actor": first_step},
         num_steps=settings.run.steps,
         passes=Passes(settings.algorithm.num_epochs, settings.algorithm.num_minibatches, settings.algorithm.target_kl),
         temperature=settings.rollout.temperature,

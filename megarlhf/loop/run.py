@@ -112,6 +112,8 @@ class Run:
     """By stage (a scorer's name, or learn_LEARNER) the models whose parts it works with."""
     mixtures: Mapping[str, Mixture] = field(default_factory=dict)
     """By learner."""
+    first_steps: Mapping[str, int] = field(default_factory=dict)
+    """By learner, the step in which it begins to learn; 0 for those that are not named."""
     followers: Sequence[Follower] = ()
     judge: Scorer | None = None
     """What scores sampled responses; None: nothing is sampled."""
@@ -157,6 +159,10 @@ class Run:
         if batch.entropy is not None and bool(batch.mask.any()):
             self.metrics["objective/entropy"] = float(batch.entropy[batch.mask].mean())
         return batch
+
+    def learning(self, step: int) -> Mapping[str, Learner]:
+        """The learners that are trained in `step`, in their order."""
+        return {name: one for name, one in self.learners.items() if step >= self.first_steps.get(name, 0)}
 
     def minibatches(self, batch: Experience, step: int) -> Iterator[Experience]:
         """Every row once per epoch, in an order that depends on (seed, step, epoch) only; siblings that a loss compares

@@ -88,6 +88,29 @@ def test_a_corpus_mixed_in_is_learnt_beside_the_reward(toy, tmp_path):
     assert all("loss/policy_avg" in row for row in rows)
 
 
+def test_the_critic_learns_alone_at_first(toy, tmp_path):
+    def ppo(folder: Path, warmup: int) -> list[dict]:
+        of = grpo(toy, folder)
+        settings = PPORun(
+            actor=of.actor,
+            reward=of.reward,
+            algorithm=PPO(critic_warmup_steps=warmup, num_epochs=2),
+            rollout=of.rollout,
+            data=of.data,
+            run=of.run,
+        )
+        run_on_ranks(2, train, "ppo", settings)
+        return metrics(folder)
+
+    alone, together = ppo(tmp_path / "alone", 2), ppo(tmp_path / "together", 0)
+    assert ["loss/policy_avg" in row for row in alone] == [False, False, True]
+    assert all("loss/value_avg" in row for row in alone) and alone[0]["loss/value_avg"] == together[0]["loss/value_avg"]
+    assert [row["objective/kl"] for row in alone] == pytest.approx([0, 0, 0], abs=1e-6), "the policy moved"
+    assert together[2]["objective/kl"] > 1e-4
+    start, end = load_file(toy / "actor/model.safetensors"), load_file(tmp_path / "alone/hf/model.safetensors")
+    assert not torch.equal(start["model.norm.weight"], end["model.norm.weight"]), "it never began"
+
+
 def test_averages_follow_the_actor(toy, tmp_path):
     settings = grpo(toy, tmp_path, reference=Reference(follow_rate=0.5))
     settings = replace(settings, actor=replace(settings.actor, average_decay=0.5))
