@@ -1,6 +1,7 @@
 """Getting a process ready: once, before megatron.core is imported, and with one answer to "cuda or cpu?"."""
 
 import os
+import socket
 import sys
 
 import torch
@@ -40,7 +41,7 @@ def prepare() -> None:
     if has_no_gpu:
         cpu.apply()
     else:
-        torch.cuda.set_device(local_rank())
+        torch.cuda.set_device(_checked_device(local_rank(), torch.cuda.device_count(), socket.gethostname()))
     megatron.quieten()
     _prepared.append(True)
 
@@ -48,6 +49,16 @@ def prepare() -> None:
 def local_rank() -> int:
     """This process's number on its machine, as the launcher gave it; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def _checked_device(local: int, count: int, host: str) -> int:
+    """`local` when it is one of `count` GPUs. Raises ConfigError."""
+    if local >= count:
+        raise ConfigError(
+            f"environment: LOCAL_RANK {local} on {host}, which has {count} GPUs; start {count} ranks a machine "
+            "(--nproc-per-node, --ntasks-per-node), or look at CUDA_VISIBLE_DEVICES"
+        )
+    return local
 
 
 def has_gpu() -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarlhf import __version__
 from megarlhf.checkpoints.discovery import (
     remove_checkpoint,
     remove_left_overs,
@@ -20,6 +19,7 @@ from megarlhf.checkpoints.discovery import (
 from megarlhf.checkpoints.load import Checkpoint
 from megarlhf.checkpoints.save import Content, PendingSave
 from megarlhf.config.load import to_dict
+from megarlhf.device.versions import versions
 from megarlhf.engines.state import (
     Holdings,
     average_boxes,
@@ -181,5 +181,5 @@ class Keeper:
             "before": self.before,
             "models": self._models,
             "settings": to_dict(run.settings),
-            "version": __version__,
+            "versions": versions(),
         }

@@ -91,6 +91,7 @@ def run_training(
 
     from megarlhf.algorithms.catalogue import ALGORITHMS
     from megarlhf.checkpoints.lock import locked
+    from megarlhf.loop.agreement import require_agreement
     from megarlhf.loop.keeper import Keeper
     from megarlhf.loop.loop import train
     from megarlhf.loop.offline import build_offline
@@ -106,6 +107,7 @@ def run_training(
     stopping = stopping or Stopping()
     stopping.limit_s = 60 * settings.run.save_before_minutes
     with locked(folder, world), recorded(folder, rank):
+        require_agreement(settings, world)
         start = find_start(settings, world)
         if rank == 0:
             (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")

@@ -10,6 +10,7 @@ from megarlhf.config.settings import Reference, Reward
 from megarlhf.data.files import HUB
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
+from megarlhf.loop.disk import room_violations
 from megarlhf.loop.model_rules import head_violations, offline_length_violations, online_length_violations
 from megarlhf.loop.remote import address_violations
 from megarlhf.loop.resuming import folder_violations
@@ -33,6 +34,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
+    found += room_violations(settings, cast, models)
     found += _disk_violations(settings) if isinstance(settings, OnlineRun) else []
     for name, architecture in models.items():
         found += head_violations(cast[name], architecture)

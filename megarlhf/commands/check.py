@@ -1,0 +1,68 @@
+"""`megarlhf check`: everything that can be known to be wrong with a recipe, without starting it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf.config.check import ranks_needed
+from megarlhf.config.load import file_and_flags, load_leniently
+from megarlhf.config.runs import COMMANDS
+from megarlhf.errors import ConfigError
+
+SUMMARY = "say what is wrong with a recipe: megarlhf check [COMMAND] FILE.yaml [--ranks N] [--dotted.flags]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what a launch would find, and versions; returns 0 when nothing is wrong. Raises ConfigError otherwise."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {SUMMARY.partition(': ')[2]}")
+        return 0 if argv else 2
+    ranks, words = _ranks(list(argv))
+    command, words = (words[0], words[1:]) if words and words[0] in COMMANDS else (_command_of(words), words)
+    settings, wrong = load_leniently(COMMANDS[command], *file_and_flags(words), prog=f"megarlhf check {command}")
+    if wrong:
+        raise ConfigError(wrong)
+    from megarlhf import device
+
+    device.prepare()
+    from megarlhf.device.versions import versions
+    from megarlhf.loop.preflight import preflight
+
+    num_ranks = ranks or max(ranks_needed(settings), device.launched_world_size())
+    was_there = Path(settings.run.dir).exists()
+    found = preflight(settings, num_ranks, " ".join([command, *words]))
+    if not was_there and Path(settings.run.dir).is_dir():
+        Path(settings.run.dir).rmdir()  # tried only
+    if found:
+        raise ConfigError(found)
+    print(f"megarlhf {command}: nothing is wrong on {num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    return 0
+
+
+def _ranks(words: list[str]) -> tuple[int, list[str]]:
+    """The number after --ranks (0: not given), and the other words."""
+    if "--ranks" not in words:
+        return 0, words
+    at = words.index("--ranks")
+    given = words[at + 1] if at + 1 < len(words) else ""
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"--ranks: {given!r} is no number of ranks; give a whole number of 1 or more")
+    return int(given), words[:at] + words[at + 2 :]
+
+
+def _command_of(words: list[str]) -> str:
+    """The one command that takes every setting of the file. Raises ConfigError when none or several do."""
+    file, flags = file_and_flags(words)
+    if file is None:
+        raise ConfigError(f"check: expected a recipe; {SUMMARY}")
+    wrong = {
+        name: load_leniently(kind, file, flags, prog=f"megarlhf check {name}")[1] for name, kind in COMMANDS.items()
+    }
+    fitting = [name for name, found in wrong.items() if not found]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ConfigError(
+            f"check: {file} could be for {', '.join(fitting)}; say which: megarlhf check {fitting[0]} {file}"
+        )
+    return min(wrong, key=lambda name: len(wrong[name]))
