@@ -29,7 +29,8 @@ class Record:
     bytes_out: int
     """Copied to host or disk on the way in."""
     move_s: float
-    """Seconds of that, of the slowest rank."""
+    """Seconds of that before the stage began, of the slowest rank. On a GPU, what leaves is waited for (its memory is
+    needed next), and what comes in travels beside the stage's first work on the host."""
 
     def bytes_at(self, place: Place) -> int:
         """Bytes of all tenants there."""

@@ -136,7 +136,6 @@ class Residency:
             with device.PeakMeter() as meter:
                 start = time.perf_counter()
                 bytes_in, bytes_out = self._carry_out(planned)
-                device.synchronize()
                 seconds = time.perf_counter() - start
                 yield
             self._require_room(stage, self._places)  # an optimizer's state begins with its first update
