@@ -197,7 +197,8 @@ class Residency:
         if not self._budget_bytes:
             return
         since = {tenant: self._last[tenant] for tenant, place in places.items() if place == "device"}
-        sizes = {tenant: self._blocks[tenant].num_bytes for tenant in since}
+        sizes = {tenant: self._blocks[tenant].num_bytes for tenant in since} | self._passing
+        since |= dict.fromkeys(self._passing, stage.name)
         problem = over_budget(stage, since, sizes, self._budget_bytes)
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)

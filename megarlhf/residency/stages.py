@@ -123,14 +123,12 @@ def over_budget(
     total = sum(sizes[tenant] for tenant in since)
     if not budget_bytes or total <= budget_bytes:
         return None
-    own = [f"{tenant} {gib(sizes[tenant])}" for tenant in since if tenant in stage.tenants]
-    others = [
-        f"{tenant} {gib(sizes[tenant])} (there since stage {name})"
-        for tenant, name in since.items()
-        if tenant not in stage.tenants and sizes[tenant]
-    ]
+    held = {tenant: name for tenant, name in since.items() if sizes[tenant]}
+    in_the_way = [tenant for tenant, name in held.items() if tenant not in stage.tenants and name != stage.name]
+    own = [f"{tenant} {gib(sizes[tenant])}" for tenant in held if tenant not in in_the_way]
+    others = [f"{tenant} {gib(sizes[tenant])} (there since stage {held[tenant]})" for tenant in in_the_way]
     beside = f" beside {', '.join(others)}" if others else ""
-    movable = next((tenant for tenant in since if tenant not in stage.tenants and sizes[tenant]), None)
+    movable = in_the_way[0] if in_the_way else None
     advice = f"let {movable} wait elsewhere (residency.{_setting(movable)}: host or disk), or " if movable else ""
     return (
         f"stage {stage.name}: {', '.join(own)}{beside} are {gib(total)} on the device, more than residency.device_gib "

@@ -6,7 +6,7 @@ import torch
 from megarlhf.errors import ResidencyError
 from megarlhf.residency.accounting import merged, metrics, table
 from megarlhf.residency.residency import Residency
-from megarlhf.residency.stages import OPTIMIZER, WEIGHTS, Tenant
+from megarlhf.residency.stages import CACHE, OPTIMIZER, WEIGHTS, Tenant
 
 ACTOR, CRITIC, STATE = Tenant("actor", WEIGHTS), Tenant("critic", WEIGHTS), Tenant("critic", OPTIMIZER)
 MIB = 2**20
@@ -88,11 +88,16 @@ def budgeted(rank: int, world_size: int, folder) -> str:
     from pathlib import Path
 
     house = House(Path(folder), {STATE: "disk"}, budget_bytes=int(2.5 * MIB))
+    cache = Tenant("generator", CACHE)
+    house.residency.add_passing(cache)
     with house.residency.stage("score", [ACTOR]):
         pass
     with pytest.raises(ResidencyError) as problem:
         with house.residency.stage("update", [CRITIC, STATE]):
             raise AssertionError("the stage began")
+    with pytest.raises(ResidencyError, match="stage generate: actor.weights 1.0 MiB, generator.cache 1.0 MiB beside"):
+        with house.residency.stage("generate", [ACTOR, cache]):
+            house.residency.note(cache, MIB)
     return str(problem.value)
 
 
