@@ -57,6 +57,7 @@ def reward_lives_in_critic(reward_home: Place, cast: dict[str, Role]) -> bool:
         return False
     critic, reward = cast["critic"], cast["reward"]
     as_reward = replace(critic, name="reward", folder=reward.folder, setting=reward.setting, is_trained=False)
+    as_reward = replace(as_reward, recompute=reward.recompute)  # matters while training only
     if critic.new_head == "always" or replace(as_reward, new_head=reward.new_head) != reward:
         return False
     return Architecture.from_folder(critic.folder) == Architecture.from_folder(reward.folder)

@@ -1,7 +1,8 @@
 """Other layouts of the same run on the same ranks, those that fit, the quickest first.
 
 Each model's layouts are tried on their own first: what a layout needs and how long its stages take does not depend on
-the other models. The combinations are then ordered by time, and the first ones are planned whole until enough fit.
+the other models. The combinations are then ordered by time, and the first ones are planned whole until enough fit. Of
+those that differ in the critic only the quickest is shown.
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,11 +91,17 @@ def search(question: Question) -> Found:
     combinations = sorted(
         product(*(ranked[name] for name in names)), key=lambda picked: sum(seconds for _, seconds in picked)
     )
-    choices, tried = [], 0
+    choices, tried, seen = [], 0, set()
     for picked in combinations[:MAX_TRIED]:
+        ways_of = {name: way for name, (way, _) in zip(names, picked, strict=True)}
+        leading = tuple(way for name, way in ways_of.items() if name != "critic")
+        if leading in seen:  # shown with its best critic already
+            continue
         tried += 1
-        choice = _tried(question, cast.models, {name: way for name, (way, _) in zip(names, picked, strict=True)})
-        choices += [choice] if choice else []
+        choice = _tried(question, cast.models, ways_of)
+        if choice:
+            seen.add(leading)
+            choices.append(choice)
         if len(choices) == MAX_CHOICES:
             break
     return Found(question, tuple(sorted(choices, key=lambda one: one.seconds.likely)), tried)

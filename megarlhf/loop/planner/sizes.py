@@ -25,9 +25,7 @@ from megarlhf.weights.transfers import ITEM_BYTES
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 GRADIENT_BYTES = MASTER_BYTES = 4
 MOMENT_BYTES = 8
-"""Adam's two moments in float32."""
-STEP_BYTES = 4
-"""torch's Adam counts the steps of each piece of a parameter in a tensor of its own."""
+"""Adam's two moments in float32. Its counters of steps, a number each on the host, are not counted."""
 _MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
@@ -69,17 +67,16 @@ class Buffer:
     def numel(self) -> int:
         return self.buckets[-1][1]
 
-    def shard(self, dp: int, dp_rank: int) -> tuple[int, int]:
-        """(elements, pieces of parameters) that one data-parallel rank steps."""
-        elements = pieces = 0
+    def shard(self, dp: int, dp_rank: int) -> int:
+        """Elements of parameters that one data-parallel rank steps."""
+        elements = 0
         for start, stop in self.buckets:
             share = (stop - start) // dp
             first = start + dp_rank * share
             for place in self.places:
                 common = min(place[1], first + share) - max(place[0], first)
-                if common > 0:
-                    elements, pieces = elements + common, pieces + 1
-        return elements, pieces
+                elements += max(common, 0)
+        return elements
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,8 @@ def _model_bytes(model: PlannedModel, pp_rank: int, dp_rank: int, dp: int) -> Mo
 
 def optimizer_bytes(buffer: Buffer, dp: int, dp_rank: int) -> int:
     """Adam's state of a rank's part of a buffer: two moments, and a float32 copy of weights that are not float32."""
-    elements, pieces = buffer.shard(dp, dp_rank)
     master = MASTER_BYTES if buffer.dtype != "float32" else 0
-    return elements * (MOMENT_BYTES + master) + pieces * STEP_BYTES
+    return buffer.shard(dp, dp_rank) * (MOMENT_BYTES + master)
 
 
 def rank_parameters(model: PlannedModel, at: Coordinates) -> list[list[Parameter]]:

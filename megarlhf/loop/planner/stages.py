@@ -154,11 +154,12 @@ class Ranks:
 
 
 def sharing_of(settings: OnlineRun, models: Mapping[str, PlannedModel]) -> Sharing:
-    """Which models live in the module of another, as the run decides it."""
+    """Which models live in the module of another, as the run decides it (`loop.housing.reward_lives_in_critic`)."""
     is_shared = False
     if "reward" in models and "critic" in models:
         reward, critic = models["reward"], models["critic"]
         same = (reward.layout, reward.dtype) == (critic.layout, critic.dtype)
         is_alike = same and reward.architecture == critic.architecture and not critic.lora.rank
+        is_alike = is_alike and settings.critic.new_head != "always"
         is_shared = is_alike and homes(settings)[Tenant("reward", WEIGHTS)] != "device"
     return Sharing(is_shared, settings.residency.generator == "view")

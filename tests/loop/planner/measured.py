@@ -68,7 +68,8 @@ def learner_bytes(rank: int, world_size: int, model: PlannedModel) -> tuple[int,
         tensor
         for part in learner._optimizer.chained_optimizers
         for states in part.optimizer.state.values()
-        for tensor in states.values()
+        for name, tensor in states.items()
+        if name != "step"
     ]
     masters = [
         tensor

@@ -29,6 +29,7 @@ CASES = {
     "tp2 sp full": (2, planned(Layout(tp=2, sp=True), recompute="full", **BIG)),
     "pp2": (2, planned(Layout(pp=2), **BIG)),
     "pp2 full": (2, planned(Layout(pp=2), recompute="full", **BIG)),
+    "pp2 vp2": (2, planned(Layout(pp=2, vp=2), **BIG)),
     "tp4, two groups": (4, planned(Layout(tp=4), **BIG)),
 }
 

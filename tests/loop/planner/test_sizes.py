@@ -20,6 +20,10 @@ CASES = {
     "normed heads, bfloat16, dp2": (2, planned(Layout(), dtype="bfloat16", family="qwen3")),
     "tp2 dp2, tied bfloat16": (4, planned(Layout(tp=2), dtype="bfloat16", tied=True)),
     "uneven stages, dp2": (4, planned(Layout(pp=2), dtype="bfloat16", tied=True, num_hidden_layers=3)),
+    "virtual stages, uneven, tied": (
+        2,
+        planned(Layout(pp=2, vp=2, first_stage_layers=2), tied=True, num_hidden_layers=6),
+    ),
     "more tensor ranks than groups": (4, planned(Layout(tp=4), num_key_value_heads=2)),
 }
 
