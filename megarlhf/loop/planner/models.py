@@ -36,6 +36,8 @@ class PlannedModel:
     dropout: float = 0.0
     recompute: Recompute = "none"
     micro_batch_tokens: int = 4096
+    is_eight_bit: bool = False
+    """Its linears emulate FP8; the quantised copies that they keep are not counted."""
 
 
 @dataclass(frozen=True)
@@ -109,4 +111,5 @@ def _planned(settings: AnyRun, role: Role, architecture: Architecture) -> Planne
         dropout=role.dropout,
         recompute=role.recompute,
         micro_batch_tokens=section.micro_batch_tokens,
+        is_eight_bit=role.fp8.is_on,
     )

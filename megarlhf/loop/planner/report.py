@@ -69,6 +69,7 @@ def _head(plan: Plan) -> str:
     for name, model in plan.cast.models.items():
         dp = "-" if question.world_size % model.layout.model_ranks else model.layout.dp(question.world_size)
         extra = f", recompute {model.recompute}" if model.is_trained and model.recompute != "none" else ""
+        extra += ", emulated FP8 (whose copies are not counted)" if model.is_eight_bit else ""
         adapters = f", LoRA rank {model.lora.rank}" if model.lora.rank else ""
         lines.append(
             f"  {name:9} {model.architecture.family} {model.architecture.num_layers} layers of "
