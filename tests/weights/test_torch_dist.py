@@ -109,11 +109,12 @@ def differing_after_megatron_loads(rank, world_size, source, checkpoint, tp, pp)
 
 # Tied on two stages is left out: megatron-core then asks its global process groups, which megarlhf does not make.
 LOADS = [(kind, tp, pp) for kind in KINDS for tp, pp in ((1, 1), (2, 1), (1, 2)) if (kind, pp) != ("tied", 2)]
+LOADS += [("olmo2", 2, 1), ("phi3", 2, 1), ("gemma2", 1, 1), ("gemma3", 2, 1)]
 
 
 @pytest.mark.parametrize(("kind", "tp", "pp"), LOADS)
 def test_megatron_core_loads_what_was_written_for_another_layout(tmp_path, single_rank, kind, tp, pp):
-    source = tiny.write_llama(tmp_path / "hf", **KINDS[kind])
+    source = tiny.write_llama(tmp_path / "hf", **(KINDS | VARIANTS)[kind])
     written_for = Layout(tp=1, pp=1) if tp > 1 else Layout(tp=2, pp=2)
     write_megatron(source, tmp_path / "megatron", written_for)
     arguments = (str(source), str(tmp_path / "megatron"), tp, pp)
