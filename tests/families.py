@@ -1,5 +1,7 @@
 """Tiny models of every family beyond Llama, in the variants that differ: what the rooms' family tests are about."""
 
+import pytest
+
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20, "sliding_window": 5, "tied": True}
 VARIANTS = {
     "qwen2": {"family": "qwen2"},
@@ -53,3 +55,11 @@ VARIANTS = {
 FAMILIES = sorted({settings["family"] for settings in VARIANTS.values()})
 ON_RANKS = ("qwen2 partly in a window", "qwen2 tied", "qwen3", "mistral", "olmo2", "phi3", "gemma2", "gemma3")
 """One a family, and tied embeddings with a single group: for tests that cost several processes."""
+
+
+def require_classifier(family: str) -> None:
+    """Skip a test where the installed transformers has no SequenceClassification of a family (OLMo 2 in 4.57)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES
+
+    if family not in NAMES:
+        pytest.skip(f"this transformers has no classifier of {family}")

@@ -90,6 +90,8 @@ def _by_transformers(source: Source, rows: Sequence[torch.Tensor]) -> list[torch
     path = str(source.tensors.path)
     config = transformers.AutoConfig.from_pretrained(str(source.config_folder), local_files_only=True)
     settings = {"config": config, "dtype": torch.float32, "local_files_only": True}
+    if source.architecture.attention_softcap is not None:
+        settings["attn_implementation"] = "eager"  # the default of transformers 4.57 leaves out the cap
     if source.head == "vocabulary":
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **settings).eval()
         return [model(row[None]).logits[0].float() for row in rows]

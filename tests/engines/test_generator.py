@@ -64,7 +64,8 @@ def transformers_model(folder):
 def load_transformers(folder):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Eager: the default attention of transformers 4.57 leaves out Gemma 2's soft-cap.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def greedy_by_transformers(model, prompt: tuple[int, ...], num_new: int, stop_ids: tuple[int, ...] = ()) -> list[int]:

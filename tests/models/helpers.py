@@ -14,6 +14,8 @@ from megarlhf.parallel.groups import Groups, build_groups
 from megarlhf.weights.load import load_weights
 from tests import tiny
 
+EXACT = {"dtype": torch.float32, "attn_implementation": "eager"}
+"""How transformers loads a model to compare with: its default attention of 4.57 leaves out Gemma 2's soft-cap."""
 LENGTHS = (7, 1, 12, 4)
 
 
@@ -69,9 +71,9 @@ def reference_logits(folder: Path, rows: list[torch.Tensor]) -> torch.Tensor:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     if config.architectures[0].endswith("ForSequenceClassification"):
-        judge = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        judge = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **EXACT).eval()
         with torch.no_grad():
             return torch.cat([judge.score(judge.model(row[None]).last_hidden_state)[0] for row in rows])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EXACT).eval()
     with torch.no_grad():
         return torch.cat([model(row[None]).logits[0] for row in rows])

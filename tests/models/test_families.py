@@ -16,8 +16,8 @@ from megarlhf.models.lora import adapters, merged_parameters
 from megarlhf.models.model_types import MODEL_TYPES
 from tests import tiny
 from tests.distributed.pool import run_on_ranks
-from tests.families import FAMILIES, ON_RANKS, VARIANTS
-from tests.models.helpers import load, load_on_rank, random_rows, reference_logits, stream, through_stages
+from tests.families import FAMILIES, ON_RANKS, VARIANTS, require_classifier
+from tests.models.helpers import EXACT, load, load_on_rank, random_rows, reference_logits, stream, through_stages
 from tests.models.test_lora import JOINED_LINEARS, LORA, adapted_model, put
 from tests.models.test_lora import logits as adapted_logits
 
@@ -52,6 +52,7 @@ def test_logits_equal_transformers(variant, folders, alone):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_equal_transformers(family, judges, alone):
+    require_classifier(family)
     rows, model = random_rows(), load(judges[family], alone, "value")
     with torch.no_grad():
         found = values(model, packed_forward(model.chunks[0], stream(rows)), torch.arange(24))
@@ -120,7 +121,7 @@ def test_gradients_equal_transformers(variant, folders, alone):
     targets = torch.arange(sum(map(len, rows))) % tiny.VOCAB
     found = full_logits(model, packed_forward(model.chunks[0], stream(rows)))
     torch.nn.functional.cross_entropy(found, targets).backward()
-    peer = transformers.AutoModelForCausalLM.from_pretrained(folders[variant], dtype=torch.float32)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folders[variant], **EXACT)
     expected = torch.cat([peer(row[None]).logits[0] for row in rows])
     torch.nn.functional.cross_entropy(expected, targets).backward()
     theirs = dict(peer.named_parameters())
