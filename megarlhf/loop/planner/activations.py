@@ -62,7 +62,11 @@ class StageActivations:
 
 
 def stage_activations(model: PlannedModel, pp_rank: int, load: Load, *, fused_norms: bool = True) -> StageActivations:
-    """The stage at pipeline rank `pp_rank` in an update. `fused_norms`: as on a GPU."""
+    """The stage at pipeline rank `pp_rank` in an update. `fused_norms`: as on a GPU.
+
+    Context ranks are counted as if each had the whole stream: more than they hold of it, less the masks that attention
+    keeps for the parts of rows.
+    """
     pieces = _Layer(model, load, fused_norms)
     layers = [len(stage_layers(model.architecture, model.layout, pp_rank, chunk)) for chunk in range(model.layout.vp)]
     per_chunk = max(layers) * pieces.kept + _once(model, load)

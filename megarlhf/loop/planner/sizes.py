@@ -93,8 +93,12 @@ class ModelBytes:
 
 
 def model_bytes(model: PlannedModel, at: Coordinates, dp: int) -> ModelBytes:
-    """Bytes of `model` on the rank at `at`, of `dp` data-parallel ranks. Tensor ranks are alike: padding is local."""
-    return _model_bytes(model, at.pp, at.dp if model.is_trained else 0, dp)
+    """Bytes of `model` on the rank at `at`, of `dp` data-parallel ranks. Tensor ranks are alike: padding is local.
+
+    Context ranks hold the same weights, so the optimizer is cut over them too.
+    """
+    cp = model.layout.cp
+    return _model_bytes(model, at.pp, at.dp * cp + at.cp if model.is_trained else 0, dp * cp)
 
 
 @cache

@@ -17,6 +17,8 @@ CASES = {
     "bfloat16, value head, sp": (2, planned(Layout(tp=2, sp=True), "value", "bfloat16")),
     "adapters, value head, dp2": (2, planned(Layout(), "value", lora=LoRA(rank=3, targets=("q_proj", "down_proj")))),
     "biases": (2, planned(Layout(tp=2), family="qwen2")),
+    "cp2": (2, planned(Layout(cp=2), dtype="bfloat16")),
+    "pp2 vp2, tied": (2, planned(Layout(pp=2, vp=2), tied=True)),
     "normed heads, bfloat16, dp2": (2, planned(Layout(), dtype="bfloat16", family="qwen3")),
     "tp2 dp2, tied bfloat16": (4, planned(Layout(tp=2), dtype="bfloat16", tied=True)),
     "uneven stages, dp2": (4, planned(Layout(pp=2), dtype="bfloat16", tied=True, num_hidden_layers=3)),
