@@ -1,6 +1,7 @@
 """The files around the weights of an exported folder: config.json for transformers 4 and 5, and copied companions."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from megarlhf.models.head_styles import POOLING, POOLING_KEY, SEQUENCE, TOKEN
 from megarlhf.models.model_types import MODEL_TYPES
 from megarlhf.models.names import Head
 from megarlhf.models.score_config import label_names, without_score_entries
+
+log = logging.getLogger(__name__)
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model",
@@ -41,7 +44,14 @@ def exported_config(
         return config | {"architectures": [f"{model_type.class_prefix}ForCausalLM"]}
     prefix = model_type.classifier_prefix or model_type.class_prefix
     kind = TOKEN if architecture.head_bias else SEQUENCE
-    classifier = {"architectures": [f"{prefix}{kind}"], "pad_token_id": _pad(source, config), POOLING_KEY: POOLING}
+    pad = _pad(source, config)
+    if kind == SEQUENCE and pad is not None and pad in _ends(config):
+        log.warning(
+            "%s: pad_token_id %d ends answers too; transformers skips it, and so reads the score of an answer ending "
+            "with it one token earlier than megarlhf, which reads the last token",
+            *(source, pad),
+        )
+    classifier = {"architectures": [f"{prefix}{kind}"], "pad_token_id": pad, POOLING_KEY: POOLING}
     return config | _labels(architecture) | classifier | dict(entries)
 
 
@@ -86,6 +96,11 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copytree(file, target / file.name)
             else:
                 shutil.copyfile(file, target / file.name)
+
+
+def _ends(config: Mapping[str, Any]) -> list[int]:
+    ends = config.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _pad(source: Path, config: dict[str, Any]) -> int | None:

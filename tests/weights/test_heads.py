@@ -202,3 +202,23 @@ def test_statistics_that_cannot_be_applied_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="are not 1 finite numbers each"):
             score_rule(folder, (), normalise=True)
         assert score_rule(folder, (), normalise=False) == ScoreRule()
+
+
+def test_a_padding_id_that_ends_answers_is_told_with_what_transformers_makes_of_it(tmp_path, single_rank, caplog):
+    """The scores of [..., end] differ: transformers' is the one of the row without its end."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tiny.write_llama(tmp_path / "from", num_labels=1, pad_token_id=0)
+    model, _ = loaded(folder)
+    export_model(model, tmp_path / "to", source_folder=folder)
+    assert "pad_token_id 0 ends answers too" in caplog.text
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "to").eval()
+    ended = torch.cat([IDS, torch.tensor([0])])
+    with torch.no_grad():
+        torch.testing.assert_close(judge(ended[None]).logits[0], judge(IDS[None]).logits[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(judge(IDS[None]).logits[0], by_hand(folder, "score", IDS), rtol=0, atol=2e-5)
+    assert (scores(model) - by_hand(folder, "score", IDS)).abs().max() < 2e-5
+    caplog.clear()
+    model, _ = loaded(tiny.write_llama(tmp_path / "other", num_labels=1))
+    export_model(model, tmp_path / "quiet", source_folder=tmp_path / "other")
+    assert not caplog.text
