@@ -18,6 +18,17 @@ LLAMA3_ROPE = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 EOS = "<|end|>"
 PAD = "<|pad|>"
 UNKNOWN = "<|unk|>"
@@ -27,7 +38,8 @@ def tiny_config(
     *, family: str = "llama", tied: bool = False, llama3: bool = False, num_labels: int = 0, **fields
 ) -> dict:
     """config.json of a tiny model in the spelling of transformers 4 (both versions read it). `fields` override."""
-    prefix = {"gemma3_text": "Gemma3Text" if num_labels else "Gemma3"}.get(family, family.capitalize())
+    prefix = "".join(part.capitalize() for part in family.split("_"))
+    prefix = {"gemma3_text": "Gemma3Text" if num_labels else "Gemma3"}.get(family, prefix)
     kind = prefix + ("ForSequenceClassification" if num_labels else "ForCausalLM")
     config = {
         "architectures": [kind],
@@ -56,7 +68,26 @@ def tiny_config(
         config["num_labels"] = num_labels
         config["id2label"] = {str(label): f"LABEL_{label}" for label in range(num_labels)}
         config["label2id"] = {f"LABEL_{label}": label for label in range(num_labels)}
+    if family in MIXTURES:
+        config |= MIXTURES[family]
     return {**config, **fields}
+
+
+def tiny_experts(config: dict, layer: int) -> dict[str, tuple[int, ...]]:
+    """Router and experts of one layer, whatever the config calls them; nothing where the layer has none."""
+    hidden, number = config["hidden_size"], config.get("num_experts", config.get("num_local_experts", 0))
+    is_dense = layer in config.get("mlp_only_layers", []) or (layer + 1) % config.get("decoder_sparse_step", 1)
+    if not number or is_dense:
+        return {}
+    is_mixtral = config["model_type"] == "mixtral"
+    ffn = config["intermediate_size"] if is_mixtral else config["moe_intermediate_size"]
+    at = f"model.layers.{layer}." + ("block_sparse_moe." if is_mixtral else "mlp.")
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    shapes = {at + "gate.weight": (number, hidden)}
+    for expert in range(number):
+        shapes |= {f"{at}experts.{expert}.{name}.weight": (ffn, hidden) for name in (gate, up)}
+        shapes |= {f"{at}experts.{expert}.{down}.weight": (hidden, ffn)}
+    return shapes
 
 
 def tiny_weights(config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -77,11 +108,13 @@ def tiny_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in _NORMS.get(kind, ("input", "post_attention"))}
-        shapes |= {at + name: shape for name, shape in _linears(config, query, key).items()}
+        experts = tiny_experts(config, layer)
+        linears = {at + name: shape for name, shape in _linears(config, query, key).items()}
+        shapes |= {name: shape for name, shape in linears.items() if not (experts and ".mlp." in name)} | experts
         if kind == "qwen2":
             shapes |= {at + "self_attn.q_proj.bias": (query,)}
             shapes |= {at + f"self_attn.{letter}_proj.bias": (key,) for letter in "kv"}
-        if kind in ("qwen3", "gemma3_text"):
+        if kind in ("qwen3", "gemma3_text", "qwen3_moe"):
             shapes |= {at + f"self_attn.{letter}_norm.weight": (config["head_dim"],) for letter in "qk"}
         if kind == "olmo2":
             shapes |= {at + "self_attn.q_norm.weight": (query,), at + "self_attn.k_norm.weight": (key,)}

@@ -48,6 +48,7 @@ OPTIMIZER_RANGES = {
 }
 
 RANGES = {
+    **dict.fromkeys(("actor.balance_coef", "critic.balance_coef", "reward.balance_coef"), NOT_NEGATIVE),
     "actor.micro_batch_tokens": AT_LEAST_ONE,
     "critic.micro_batch_tokens": AT_LEAST_ONE,
     "reward.micro_batch_tokens": AT_LEAST_ONE,
@@ -136,7 +137,7 @@ def layouts(settings: AnyRun) -> dict[str, Layout]:
 
 def ranks_needed(settings: AnyRun) -> int:
     """The fewest ranks that hold whole copies of every model."""
-    return math.lcm(*(layout.model_ranks for layout in layouts(settings).values()))
+    return math.lcm(*(layout.smallest_world for layout in layouts(settings).values()))
 
 
 def launch_command(num_ranks: int, command: str) -> str:
@@ -165,8 +166,6 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
         sizes = ["tp", "pp", "cp", "ep", "vp"]
         wrong = [size for size in sizes if vars(layout)[size] < 1]
         yield from (f"{name}.{size}: {vars(layout)[size]} is out of range; choose 1 or more" for size in wrong)
-        if layout.ep > 1:
-            yield f"{name}.ep: {layout.ep} is not supported by this version; leave it 1"
         if layout.sp and layout.tp == 1:
             yield f"{name}.sp: sequence parallelism needs tp > 1, and tp is 1; set sp to false or tp to 2 or more"
         if layout.vp > 1 and layout.pp == 1:
@@ -174,6 +173,11 @@ def _layouts(settings: AnyRun) -> Iterator[str]:
         yield from _uneven_stages(name, layout)
         if name == "actor.generate" and (layout.sp or layout.vp > 1 or layout.cp > 1):
             yield f"{name}: sp, vp and cp serve training only; leave sp false, vp 1 and cp 1"
+        if name == "actor.generate" and not wrong and layout.tp % layout.ep:
+            yield (
+                f"{name}.ep: {layout.ep} does not divide tp {layout.tp}: copies of the model decode on their own, so "
+                "each must hold all experts; choose an ep that divides tp"
+            )
 
 
 def _uneven_stages(name: str, layout: Layout) -> Iterator[str]:
@@ -187,7 +191,7 @@ def _uneven_stages(name: str, layout: Layout) -> Iterator[str]:
 
 def _have_sizes(settings: AnyRun) -> bool:
     """Every layout is cut at least one way, so that ranks can be counted."""
-    return all(min(layout.tp, layout.pp, layout.cp) >= 1 for layout in layouts(settings).values())
+    return all(min(layout.tp, layout.pp, layout.cp, layout.ep) >= 1 for layout in layouts(settings).values())
 
 
 def _paths(settings: AnyRun) -> Iterator[str]:
@@ -306,6 +310,11 @@ def _launch(settings: AnyRun, world_size: int, command: str) -> Iterator[str]:
                 f"{name}: tp {layout.tp} * pp {layout.pp} * cp {layout.cp} = {layout.model_ranks} ranks hold one copy "
                 f"of the model, which does not divide the {world_size} launched; all models together need a multiple "
                 f"of {needed}: {suggestion}"
+            )
+        elif world_size % layout.smallest_world:
+            yield (
+                f"{name}.ep: {layout.ep} does not divide the {world_size // layout.pp} ranks of a stage; all models "
+                f"together need a multiple of {needed}: {suggestion}"
             )
 
 

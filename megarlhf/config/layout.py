@@ -1,5 +1,6 @@
 """A layout says how one model is cut over ranks. It is a value with arithmetic; no process group is involved."""
 
+import math
 from dataclasses import dataclass
 
 from megarlhf.errors import LayoutError
@@ -16,7 +17,8 @@ class Layout:
     cp: int = 1
     """Context-parallel ranks: each sequence is cut this many ways."""
     ep: int = 1
-    """Expert-parallel ranks (a part of dp): the experts of a mixture are cut this many ways."""
+    """Expert-parallel ranks: the experts of a mixture are shared out over groups of this many of a stage's
+    tp * cp * dp ranks, neighbours first. Tensor ranks cut no expert: below ep = tp some hold the same experts."""
     sp: bool = False
     """Sequence parallelism: norms and residuals hold 1/tp of the tokens. Needs tp > 1."""
     vp: int = 1
@@ -28,8 +30,13 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that together hold one copy of the model."""
+        """Ranks that together hold one copy of the model (of its dense part, where ep spreads experts over dp)."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def smallest_world(self) -> int:
+        """Ranks that hold whole copies of the model, experts included; every world is a multiple of it."""
+        return self.pp * math.lcm(self.tp * self.cp, self.ep)
 
     def dp(self, world_size: int) -> int:
         """Data-parallel copies in a world of `world_size` ranks. Raises LayoutError when it does not divide."""
@@ -37,6 +44,11 @@ class Layout:
             raise LayoutError(
                 f"{self}: {world_size} ranks cannot hold whole copies of a model cut over tp {self.tp} * pp {self.pp} "
                 f"* cp {self.cp} = {self.model_ranks} ranks; launch a multiple of {self.model_ranks} ranks"
+            )
+        if world_size % self.smallest_world:
+            raise LayoutError(
+                f"{self}: ep {self.ep} does not divide the {world_size // self.pp} ranks of a stage; launch a multiple "
+                f"of {self.smallest_world} ranks, or choose an ep that divides tp * cp * dp"
             )
         return world_size // self.model_ranks
 

@@ -19,7 +19,7 @@ class LoRA:
     targets: tuple[str, ...] = LINEARS
     """Linear layers that get an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
 
-    In Phi-3 models: of qkv_proj, o_proj, gate_up_proj, down_proj.
+    In Phi-3 models: of qkv_proj, o_proj, gate_up_proj, down_proj. Experts of a mixture, and its router, get none.
     """
 
 

@@ -68,6 +68,8 @@ class Trainee:
     """What the linears of the layers are: megatron-core's, or an emulation of FP8 (numerics only, any device, slow)."""
     fp8: FP8 = FP8()
     """FP8 in training and scoring."""
+    balance_coef: float = 0.0
+    """Coefficient of the loss that has a mixture's router use all experts alike in each sequence; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class Critic:
     """What the linears of the layers are, see actor.layers."""
     fp8: FP8 = FP8()
     """FP8 in training and scoring."""
+    balance_coef: float = 0.0
+    """Coefficient of the loss that has a mixture's router use all experts alike in each sequence; 0: none."""
 
 
 @dataclass(frozen=True)

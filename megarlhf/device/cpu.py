@@ -274,6 +274,20 @@ def patch_device_facts() -> None:
     torch.cuda.nvtx.range_pop = _answers(None)
 
 
+def patch_all_to_all() -> None:
+    """Assumed by the dispatcher of mixtures of experts: split sizes copied off the device, which makes them arrays;
+    where they are on the host already they stay tensors, and torch wants numbers."""
+    exchange = torch.distributed.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *arguments, **options):
+        sizes = (output_split_sizes, input_split_sizes)
+        sizes = [each.tolist() if isinstance(each, torch.Tensor) else each for each in sizes]
+        return exchange(output, input, *sizes, *arguments, **options)
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
 PATCHES: tuple[Callable[[], None], ...] = (
     patch_current_device,
     patch_factories,
@@ -282,6 +296,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     patch_random_state,
     patch_streams,
     patch_device_facts,
+    patch_all_to_all,
 )
 """Every change made to torch for the CPU, in the order in which they are made."""
 

@@ -16,6 +16,8 @@ _WARNINGS = (
 _LOGGED = {
     # On CPU one generator is both the CPU's and the tracker's, so this is always so, and the tracker restores it.
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
+    # 0.16.1: says so of every class that is not its own; it then builds the module as asked (models/moe.py).
+    "megatron.core.transformer.transformer_layer": "Unknown MLP type",
     # 0.19.2: the layout that DDP then computes is the right one.
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
     # 0.19.2: announces HybridModel as the successor each time a GPTModel is built; both run the same layers.

@@ -19,6 +19,7 @@ from megarlhf.algorithms.schedule import learning_rate
 from megarlhf.config.settings import Optimizer
 from megarlhf.engines.gradient_norm import gradient_norm
 from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
+from megarlhf.engines.routing import routing_metrics
 from megarlhf.errors import TrainingError
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
@@ -78,12 +79,16 @@ class Learner:
         max_tokens: int,
         max_skipped: int = 3,
         dropout_seed: int | None = None,
+        balance_coef: float = 0.0,
     ):
         """`model` holds its weights already: the optimizer copies them.
 
         `max_skipped` non-finite updates in a row raise TrainingError. `dropout_seed`, where the model has dropout: each
-        update draws from a stream of its own, so that a resumed run draws what it would have drawn.
+        update draws from a stream of its own, so that a resumed run draws what it would have drawn. `balance_coef`
+        times the load-balancing loss of a model with experts is added to every update.
         """
+        if model.tally:
+            model.tally.balance_coef = balance_coef
         self.model = model
         self.settings = settings
         self.total_updates = total_updates
@@ -159,11 +164,14 @@ class Learner:
             chunk.zero_grad_buffer()
             chunk.train()
         self._optimizer.zero_grad()
+        if self.model.tally:
+            self.model.tally.start(sum(part.experience.num_rows for part in parts))
         batches = [batch for number, part in enumerate(parts) for batch in self._micro_batches(part, number)]
         outputs = run_pass(
             self.model, self._chunks, batches, self._head(parts), train=True, complete_gradients=complete_gradients
         )
-        return _reduce(outputs, self.model)
+        metrics = _reduce(outputs, self.model)
+        return metrics | routing_metrics(self.model) if self.model.tally else metrics
 
     def _micro_batches(self, part: Part, number: int) -> list[MicroBatch]:
         batches = micro_batches(

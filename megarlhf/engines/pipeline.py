@@ -115,7 +115,7 @@ def run_pass(
     schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=len(chunks) if len(chunks) > 1 else None)
     communicator = {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if groups.layout.pp > 1 else {}
     return schedule(
-        forward_step_func=lambda iterator, chunk: _forward_step(next(iterator), chunk, head, train),
+        forward_step_func=lambda iterator, chunk: _forward_step(model, next(iterator), chunk, head, train),
         data_iterator=iterators,
         model=list(chunks),
         num_microbatches=len(batches),
@@ -129,8 +129,8 @@ def run_pass(
     )
 
 
-def _forward_step(batch: MicroBatch, chunk: torch.nn.Module, head: Head, train: bool):
-    hidden = packed_forward(chunk, batch.packed)
+def _forward_step(model: Model, batch: MicroBatch, chunk: torch.nn.Module, head: Head, train: bool):
+    hidden = packed_forward(chunk, batch.packed, len(batch.rows) if train and model.tally else 0)
     if train:
         return hidden, lambda output: _summed_loss(*head(output, batch))
     return hidden, lambda output, non_loss_data: head(output, batch)

@@ -60,13 +60,19 @@ def _adapters(model: Model, at: Coordinates, lora: LoRA) -> dict[Key, LocalTenso
 
 def _holdings(model: Model, held_at, shapes: Mapping[str, tuple[int, ...]]) -> Holdings:
     groups = model.groups
-    teams = groups.grid.groups("dp_cp")
     held = [held_at(at) for at in groups.grid.all_coordinates()]
     mine: dict[Key, set[tuple[str, Box]]] = {key: set() for key in held[groups.rank]}
-    for key, name, box in speakers(held, teams)[groups.rank]:
-        mine[key].add((name, box))
+    for axis, of_experts in (("dp_cp", False), ("expt_dp", True)):  # whose optimizers share a parameter out
+        part = [{key: tensor for key, tensor in one.items() if is_expert(key) is of_experts} for one in held]
+        for key, name, box in speakers(part, groups.grid.groups(axis))[groups.rank]:
+            mine[key].add((name, box))
     first = min(groups.ranks("dp_cp")) == groups.rank
     return Holdings(held[groups.rank], shapes, mine, first)
+
+
+def is_expert(key: Key) -> bool:
+    """The parameter is an expert's, whose replicas are other ranks than those of the other weights."""
+    return ".mlp.experts." in key[1]
 
 
 @dataclass(frozen=True)

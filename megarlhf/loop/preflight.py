@@ -6,7 +6,7 @@ from tempfile import TemporaryFile
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
-from megarlhf.config.settings import Reference, Reward
+from megarlhf.config.settings import Critic, Reference, Reward, Trainee
 from megarlhf.data.files import HUB
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import ConfigError
@@ -32,6 +32,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     models = architectures({name: role for name, role in cast.items() if role.folder}, found)
     for name, architecture in models.items():
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
+        found += _expert_violations(settings, cast[name], architecture)
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
     found += room_violations(settings, cast, models)
@@ -68,6 +69,13 @@ def _scaling_violations(role: Role) -> list[str]:
         f"{setting}.recipe: delayed scaling takes its scales from earlier passes, which scoring and sampling disturb; "
         f"choose blockwise, or set {setting}.force_delayed to true"
     ]
+
+
+def _expert_violations(settings: AnyRun, role: Role, architecture: Architecture) -> list[str]:
+    section = vars(settings).get(role.name)
+    if architecture.mixture or not isinstance(section, Trainee | Critic) or not section.balance_coef:
+        return []
+    return [f"{role.name}.balance_coef: {section.balance_coef}, but {role.folder} has no experts; set it to 0"]
 
 
 def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:

@@ -111,4 +111,5 @@ def learner(model: Model, settings: Trainee | Critic, total_updates: int, seed: 
         total_updates=total_updates,
         max_tokens=settings.micro_batch_tokens,
         dropout_seed=seed if has_dropout else None,
+        balance_coef=settings.balance_coef,
     )

@@ -22,6 +22,14 @@ from megarlhf.models.head_styles import (
     folder_shapes,
     stored_head,
 )
+from megarlhf.models.mixture import (
+    Mixture,
+    expert_violations,
+    mistyped,
+    mixture_problems,
+    named_alike,
+    read_mixture,
+)
 from megarlhf.models.model_types import MODEL_TYPES, Windows
 from megarlhf.models.quantisation_config import quantisation_problems
 from megarlhf.models.rope_config import Rope, read_rope, read_window_rope, rope_problems
@@ -79,7 +87,14 @@ class Architecture:
     """c: attention's scores s become c * tanh(s / c)."""
     logit_softcap: float | None = None
     """c: logits z become c * tanh(z / c)."""
+    mixture: Mixture | None = None
+    """Experts in place of the feed-forward part of some layers."""
     initializer_range: float = field(default=0.02, compare=False)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with one feed-forward part."""
+        return self.num_layers - (len(self.mixture.layers) if self.mixture else 0)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Architecture":
@@ -99,7 +114,8 @@ class Architecture:
         """The architecture in a parsed config.json. Raises CheckpointError naming every field that does not fit."""
         problems = _foreign(config)
         if not problems:
-            config = {**_DEFAULTS, **MODEL_TYPES[config["model_type"]].defaults, **config}
+            kind = MODEL_TYPES[config["model_type"]]
+            config = {**_DEFAULTS, **kind.defaults, **(named_alike(config) if kind.has_experts else config)}
             problems = _missing(config) + _mistyped(config) or _unsupported(config)
         if problems:
             raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems))
@@ -126,6 +142,7 @@ class Architecture:
             query_scalar=_own(config, "query_pre_attn_scalar"),
             attention_softcap=_own(config, "attn_logit_softcapping"),
             logit_softcap=_own(config, "final_logit_softcapping"),
+            mixture=read_mixture(config) if kind.has_experts else None,
             **kind.switches,
             initializer_range=config.get("initializer_range", 0.02),
         )
@@ -203,7 +220,7 @@ def layout_violations(architecture: Architecture, layout: Layout, setting: str) 
     """Every reason why `layout` cannot hold the model, a sentence each, opening with `setting` as the user typed it."""
     tp, heads, groups, layers = layout.tp, architecture.num_heads, architecture.num_kv_groups, architecture.num_layers
     found = []
-    for name, size in (("attention heads", heads), ("feed-forward columns", architecture.ffn_hidden_size)):
+    for name, size in (("attention heads", heads), ("feed-forward columns", _cut_columns(architecture))):
         if size % tp:
             found.append(f"{setting}: tp {tp} does not divide {size} {name}; choose {_choices(architecture)}")
     if groups % tp and tp % groups:
@@ -219,9 +236,7 @@ def layout_violations(architecture: Architecture, layout: Layout, setting: str) 
     found += _stage_violations(layers, layout, setting)
     if layout.sp and tp == 1:
         found.append(f"{setting}: sp needs tp > 1; set sp to false or raise tp")
-    if layout.ep > 1:
-        found.append(f"{setting}: ep {layout.ep}: {architecture.family} models have no experts; set ep to 1")
-    return found
+    return found + expert_violations(architecture.mixture, layout, setting, architecture.family)
 
 
 def _stage_violations(layers: int, layout: Layout, setting: str) -> list[str]:
@@ -248,8 +263,13 @@ def require_layout(architecture: Architecture, layout: Layout, setting: str) -> 
         raise LayoutError(violations)
 
 
+def _cut_columns(architecture: Architecture) -> int:
+    """Feed-forward columns that tensor ranks cut: they cut no expert."""
+    return architecture.ffn_hidden_size if architecture.num_dense_layers else 0
+
+
 def _choices(architecture: Architecture) -> str:
-    heads, groups, ffn = architecture.num_heads, architecture.num_kv_groups, architecture.ffn_hidden_size
+    heads, groups, ffn = architecture.num_heads, architecture.num_kv_groups, _cut_columns(architecture)
     rows = (heads + 2 * groups) * architecture.head_dim
     even = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and rows % n == 0]
     fits = [n for n in even if groups % n == 0 or n % groups == 0]
@@ -324,6 +344,7 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
         problems += found(("layer_types",), lambda value: isinstance(value, list) and set(value) <= set(kinds), words)
     objects = ("rope_scaling", "rope_parameters", "quantization_config")
     problems += found(objects, lambda value: isinstance(value, dict), "an object")
+    problems += mistyped(config) if MODEL_TYPES[config["model_type"]].has_experts else []
     return problems + found(("architectures",), lambda value: isinstance(value, list), "a list of names")
 
 
@@ -346,6 +367,7 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
     if config[field] not in ACTIVATIONS:
         problems.append(f"{field} {config[field]!r} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}")
     problems += quantisation_problems(config)
+    problems += mixture_problems(config) if kind.has_experts else []
     return problems + rope_problems(config, kind.partial_rotary) + _unsupported_windows(config)
 
 

@@ -14,6 +14,7 @@ from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.gpt import GPT
 from megarlhf.models.head_styles import is_value_head
+from megarlhf.models.moe import Tally
 from megarlhf.models.names import Cut, Head, Weight, stage_weights
 from megarlhf.models.precision.linear import emulate, forget_weights
 from megarlhf.models.transformer_config import transformer_config
@@ -29,6 +30,8 @@ class Model:
     head: Head
     chunks: list[GPT]
     config: TransformerConfig
+    tally: Tally | None = None
+    """What the routers count; of a model with experts."""
 
     def named_parameters(self) -> dict[tuple[int, str], Parameter]:
         """Every parameter of this rank by (chunk, name in the chunk); one entry for tied weights of one stage."""
@@ -73,8 +76,9 @@ def build_model(
     """
     require_layout(architecture, groups.layout, "layout")
     config = transformer_config(architecture, groups.layout, dtype, dropout, recompute)
-    chunks = [GPT(config, architecture, groups, head, index) for index in range(groups.layout.vp)]
-    model = Model(architecture, groups, head, chunks, config)
+    tally = Tally() if architecture.mixture else None
+    chunks = [GPT(config, architecture, groups, head, index, tally) for index in range(groups.layout.vp)]
+    model = Model(architecture, groups, head, chunks, config, tally)
     if fp8.is_on:
         for chunk in model.chunks:
             emulate(chunk.decoder, fp8, architecture.num_layers)
@@ -86,18 +90,23 @@ def build_model(
 def _initialise(model: Model, seed: int) -> None:
     """Each weight is keyed by its Hugging Face name, so that copies of one weight (tied, or on dp ranks) are equal."""
     architecture, groups = model.architecture, model.groups
-    family, layout, stage = FAMILIES[architecture.family], groups.layout, groups.coordinates.pp
-    tables = [stage_weights(family, architecture, layout, stage, chunk, model.head) for chunk in range(layout.vp)]
+    family, layout, place = FAMILIES[architecture.family], groups.layout, groups.coordinates
+    tables = [
+        stage_weights(family, architecture, layout, place.pp, chunk, model.head, place.ep) for chunk in range(layout.vp)
+    ]
     numbers = {name: number for number, name in enumerate(_all_names(model))}
     for chunk, weight in [(chunk, weight) for chunk, table in enumerate(tables) for weight in table]:
         parameter = model.named_parameters()[chunk, weight.local]
-        if weight.cut is Cut.WHOLE:
-            is_zero = architecture.zero_centered_norms or is_value_head(weight.hf[0])
-            parameter.data.fill_(0.0 if is_zero else 1.0)
-        if weight.cut is Cut.WHOLE or not weight.is_matrix:
+        if is_value_head(weight.hf[0]):
+            parameter.data.zero_()
+            continue
+        if not weight.is_matrix:
+            if weight.cut is Cut.WHOLE:
+                parameter.data.fill_(0.0 if architecture.zero_centered_norms else 1.0)
             continue  # biases are built as zeros
+        is_cut = weight.cut is not Cut.WHOLE and not weight.expert
         generator = torch.Generator(parameter.device)
-        generator.manual_seed((seed * 1_000_003 + numbers[weight.hf[0]]) * 1_009 + groups.coordinates.tp)
+        generator.manual_seed((seed * 1_000_003 + numbers[weight.hf[0]]) * 1_009 + (place.tp if is_cut else 0))
         parameter.data.normal_(0.0, architecture.initializer_range, generator=generator)
         _clear_padding(parameter.data, weight, architecture, groups.coordinates.tp)
 

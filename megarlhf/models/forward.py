@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megarlhf.models.build import Model
+from megarlhf.models.moe import rows_of_tokens
 from megarlhf.parallel.context import joined, places_here
 from megarlhf.parallel.logprob import fused_logprob, soft_capped
 
@@ -33,11 +34,12 @@ class Packed(Protocol):
     """Tokens of the longest row."""
 
 
-def packed_forward(chunk: torch.nn.Module, packed: Packed) -> Tensor:
+def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0) -> Tensor:
     """Communicates over the chunk's tp and cp. Hidden states [N/cp, 1, H] ([N/cp/tp, 1, H] with sp) of one chunk.
 
     `chunk` is a GPT, or the DistributedDataParallel around one. N must be a multiple of `stream_multiple(layout)`.
-    Stages after the first read what `set_input_tensor` was given.
+    Stages after the first read what `set_input_tensor` was given. Routers of experts count the tokens of the first
+    `counted_rows` rows while training.
     """
     starts = packed.cu_seqlens.cpu()
     # Not "thd": megatron-core would then rotate row by row. Angles are per token here (see GPT.rotary).
@@ -48,7 +50,13 @@ def packed_forward(chunk: torch.nn.Module, packed: Packed) -> Tensor:
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
-    return chunk(input_ids=packed.input_ids, position_ids=packed.position_ids[0], packed_seq_params=packing)
+    token_rows = rows_of_tokens(starts, counted_rows).to(packed.input_ids.device) if counted_rows else None
+    return chunk(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids[0],
+        packed_seq_params=packing,
+        token_rows=token_rows,
+    )
 
 
 def vocabulary_logprobs(

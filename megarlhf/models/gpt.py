@@ -10,6 +10,7 @@ from megarlhf import device
 from megarlhf.models.architecture import Architecture, padded_vocab, stage_layers
 from megarlhf.models.heads import ValueHead
 from megarlhf.models.layers import finish_layer
+from megarlhf.models.moe import Tally
 from megarlhf.models.names import Head
 from megarlhf.models.rope import inverse_frequencies, rotary_angles
 from megarlhf.models.spec import block_spec
@@ -24,13 +25,22 @@ class GPT(GPTModel):
     `value_head` in its place.
     """
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, groups: Groups, head: Head, index: int):
-        """`index`: number of the chunk among those of its rank."""
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        groups: Groups,
+        head: Head,
+        index: int,
+        tally: Tally | None,
+    ):
+        """`index`: number of the chunk among those of its rank. `tally` is shared by the routers of a model with
+        experts."""
         layers = stage_layers(architecture, groups.layout, groups.coordinates.pp, index)
         is_last = groups.is_last_stage and index == groups.layout.vp - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(len(layers), architecture),
+            transformer_layer_spec=block_spec(layers, architecture, groups, tally),
             vocab_size=padded_vocab(architecture, groups.layout),
             max_sequence_length=architecture.max_positions,
             pre_process=groups.is_first_stage and index == 0,
@@ -64,13 +74,18 @@ class GPT(GPTModel):
         return embedded * torch.tensor(self.embedding_factor, dtype=embedded.dtype)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        token_rows: Tensor | None = None,
     ) -> Tensor:
         """Communicates over tp (not pp). Hidden states [S, B, H] ([S/tp, B, H] with sp), normed on the last stage.
 
         input_ids [B, S]; position_ids [S] shared by the batch. Packed: B = 1, S holds all rows. Stages after the first
         take their input from `set_input_tensor` and ignore input_ids. With cp the stream is given whole, and the result
-        is of this rank's part.
+        is of this rank's part. `token_rows` [1, S] makes routers of experts count: the row of each token of the whole
+        stream, -1 for padding.
         """
         context = self.pg_collection.cp
         if context.size() > 1:
@@ -85,4 +100,5 @@ class GPT(GPTModel):
             attention_mask=None,
             rotary_pos_emb=self.rotary(position_ids),
             packed_seq_params=packed_seq_params,
+            padding_mask=token_rows,  # see ExpertLayer.forward
         )

@@ -6,6 +6,7 @@ import torch
 
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import Scoring
+from megarlhf.models.moe import mark_experts
 from megarlhf.models.norm import ProjectionNorm, add_post_norm
 from megarlhf.models.rope import inverse_frequencies
 
@@ -19,6 +20,9 @@ def finish_layer(layer: torch.nn.Module, architecture: Architecture, index: int)
     layer.layer_number = attention.layer_number = attention.core_attention.layer_number = index + 1
     attention.core_attention.scoring = layer_scoring(architecture, index)
     attention.register_forward_pre_hook(partial(_with_own_angles, architecture.rope_place(index)), with_kwargs=True)
+    if layer.is_moe_layer:
+        layer.mlp.set_layer_number(index + 1)
+        mark_experts(layer)
     if architecture.qk_norm_spans_heads:
         config, group = attention.config, attention.pg_collection.tp
         attention.q_layernorm = ProjectionNorm(config, config.num_attention_heads, group)

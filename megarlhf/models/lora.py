@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn import Parameter
 
+from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA, lora_violations
 from megarlhf.errors import ConfigError
 from megarlhf.models.build import Model
@@ -126,7 +127,8 @@ def add_lora(model: Model, lora: LoRA, seed: int = 0) -> None:
     architecture, groups = model.architecture, model.groups
     family = FAMILIES[architecture.family]
     for index, chunk in enumerate(model.chunks):
-        for weight in stage_weights(family, architecture, groups.layout, groups.coordinates.pp, index, model.head):
+        place = groups.coordinates
+        for weight in stage_weights(family, architecture, groups.layout, place.pp, index, model.head, place.ep):
             if adapted(weight, lora):
                 linear = chunk.get_submodule(weight.local.removesuffix(".weight"))
                 linear.adapter = Adapter(model, weight, linear.weight, lora)
@@ -143,6 +145,12 @@ def _require_linears(model: Model, lora: LoRA) -> None:
         raise ConfigError(
             f"lora.targets: {', '.join(strangers)} are no linear layers of {model.architecture.family} models; "
             f"choose among {', '.join(linears)}"
+        )
+    everything = stage_weights(FAMILIES[model.architecture.family], model.architecture, Layout(), 0, 0, model.head)
+    if not any(adapted(weight, lora) for weight in everything):
+        raise ConfigError(
+            f"lora.targets: {', '.join(lora.targets)} are experts in every layer of this model, which get no adapters; "
+            "choose among q_proj, k_proj, v_proj, o_proj"
         )
 
 

@@ -34,6 +34,11 @@ def _windows_if_used(config: Mapping[str, Any]) -> Windows:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _one_window_if_used(config: Mapping[str, Any]) -> Windows:
+    """`use_sliding_window` switches `sliding_window` on in all layers."""
+    return (config["sliding_window"] if config["use_sliding_window"] else None,) * config["num_hidden_layers"]
+
+
 @dataclass(frozen=True)
 class ModelType:
     """How one model type is to be read."""
@@ -55,6 +60,8 @@ class ModelType:
     """Part of a head may be left unrotated."""
     windows: Callable[[Mapping[str, Any]], Windows] = _all_tokens
     """How far the layers of a config (with its defaults) look back."""
+    has_experts: bool = False
+    """Layers are mixtures of experts."""
 
 
 def _windows_but(num: int, config: Mapping[str, Any]) -> Windows:
@@ -136,5 +143,38 @@ MODEL_TYPES: dict[str, ModelType] = {
         switches=_GEMMA_SWITCHES | {"qk_norm": True},
         activation_field="hidden_activation",
         windows=_windows_by_pattern,
+    ),
+    "mixtral": ModelType(
+        "Mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        windows=_windows,
+        has_experts=True,
+    ),
+    "qwen3_moe": ModelType(
+        "Qwen3Moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        unsupported_switches=("attention_bias",),
+        switches={"qk_norm": True},
+        windows=_one_window_if_used,
+        has_experts=True,
     ),
 }

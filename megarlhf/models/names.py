@@ -4,7 +4,7 @@ A family states its names once, as patterns (`families/`); `stage_weights` write
 export and resharding all read this list: no torch, no files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -41,13 +41,15 @@ class Weight:
     `shapes` are those of the parts.
 
     As a family's pattern, names hold `{layer}` and `shapes` hold words, see `families/llama.py`; `stage_weights` writes
-    numbers: the local layer index in `local`, the global one in `hf`, sizes in `shapes`.
+    numbers: the local layer index in `local`, the global one in `hf`, sizes in `shapes`. `{expert}` likewise.
     """
 
     local: str
     hf: tuple[str, ...]
     cut: Cut
     shapes: tuple[tuple, ...]
+    expert: bool = False
+    """One of every expert of a mixture; whole on a tensor rank that holds the expert, whatever the cut."""
 
     @property
     def first_rows(self) -> tuple[int, ...]:
@@ -74,8 +76,11 @@ class Weight:
 
     @property
     def is_linear(self) -> bool:
-        """A linear layer's weight, not a table's or a head's."""
-        return self.is_matrix and self.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
+        """A linear layer's weight, not a table's, a head's or an expert's: what LoRA and its files know of.
+
+        transformers fuses experts in memory, where PEFT's adapters of single ones would have no place.
+        """
+        return self.is_matrix and not self.expert and self.cut in (Cut.ROWS, Cut.COLUMNS, Cut.GATE_UP, Cut.GROUPED_QKV)
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,16 @@ class Family:
     megatron-core's local layers store norms under the names of Transformer Engine's fused ones; see their
     `sharded_state_dict_keys_map`.
     """
+    mixture: tuple[Weight, ...] = ()
+    """In place of a layer's feed-forward weights, where the architecture has a mixture of experts."""
 
 
 def stage_weights(
-    family: Family, architecture: Architecture, layout: Layout, pp_rank: int, chunk: int, head: Head
+    family: Family, architecture: Architecture, layout: Layout, pp_rank: int, chunk: int, head: Head, ep_rank: int = -1
 ) -> tuple[Weight, ...]:
     """Every parameter of one model chunk, in the order embedding, layers, final norm, head.
+
+    `ep_rank` (may be left out where layout.ep is 1) is the rank's share of the experts.
 
     A tied output layer appears only where the embedding does not live (last stage of several): there it is a second
     copy of the embedding's rows. A value model has a value head and no output layer.
@@ -113,10 +122,26 @@ def stage_weights(
     weights = [family.embedding] if is_first else []
     found = [_written(weight, architecture, 0, 0) for weight in weights]
     for index, layer in enumerate(stage_layers(architecture, layout, pp_rank, chunk)):
-        found += [_written(weight, architecture, index, layer) for weight in family.layer]
+        for weight in _layer(family, architecture, layer):
+            experts = _experts(architecture, layout, ep_rank) if weight.expert else ((0, 0),)
+            found += [_written(weight, architecture, index, layer, *expert) for expert in experts]
     if is_last:
         found += [_written(weight, architecture, 0, 0) for weight in _last(family, architecture, is_first, head)]
     return tuple(found)
+
+
+def _layer(family: Family, architecture: Architecture, layer: int) -> tuple[Weight, ...]:
+    mixture = architecture.mixture
+    if mixture is None or layer not in mixture.layers:
+        return family.layer
+    return (*(weight for weight in family.layer if ".mlp." not in weight.local), *family.mixture)
+
+
+def _experts(architecture: Architecture, layout: Layout, ep_rank: int) -> list[tuple[int, int]]:
+    """(local index, global index) of the experts that a rank holds."""
+    assert layout.ep == 1 or 0 <= ep_rank < layout.ep, f"which of the {layout.ep} shares of the experts?"
+    share = architecture.mixture.num_experts // layout.ep
+    return [(index, max(ep_rank, 0) * share + index) for index in range(share)]
 
 
 def _last(family: Family, architecture: Architecture, is_first: bool, head: Head) -> list[Weight]:
@@ -129,7 +154,10 @@ def _last(family: Family, architecture: Architecture, is_first: bool, head: Head
     return [family.final_norm] if is_first else [family.final_norm, copy]
 
 
-def _written(weight: Weight, architecture: Architecture, index: int, layer: int) -> Weight:
+def _written(
+    weight: Weight, architecture: Architecture, index: int, layer: int, local_expert: int = 0, expert: int = 0
+) -> Weight:
+    mixture = architecture.mixture
     sizes = {
         "hidden": architecture.hidden_size,
         "ffn": architecture.ffn_hidden_size,
@@ -138,11 +166,13 @@ def _written(weight: Weight, architecture: Architecture, index: int, layer: int)
         "head": architecture.head_dim,
         "vocabulary": architecture.vocab_size,
         "labels": max(1, architecture.num_labels),
+        "experts": mixture.num_experts if mixture else 0,
+        "expert_ffn": mixture.ffn_hidden_size if mixture else 0,
     }
-    return Weight(
-        local=weight.local.format(layer=index),
-        hf=tuple(name.format(layer=layer) for name in weight.hf),
-        cut=weight.cut,
+    return replace(
+        weight,
+        local=weight.local.format(layer=index, expert=local_expert),
+        hf=tuple(name.format(layer=layer, expert=expert) for name in weight.hf),
         shapes=tuple(tuple(sizes[word] for word in shape) for shape in weight.shapes),
     )
 

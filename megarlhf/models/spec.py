@@ -4,6 +4,7 @@ The final norm is stated too. Left to megatron-core it would be Transformer Engi
 """
 
 import copy
+from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
@@ -12,14 +13,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import SDPACoreAttention, SelfAttention
+from megarlhf.models.moe import Tally, expert_layer
 from megarlhf.models.norm import RMSNorm
+from megarlhf.parallel.groups import Groups
 
 
-def layer_spec(architecture: Architecture) -> ModuleSpec:
+def layer_spec(architecture: Architecture, mlp: Any = None) -> ModuleSpec:
     """One layer: input_layernorm, self_attention (linear_qkv, linear_proj), pre_mlp_layernorm, mlp.
 
     Without `pre_norms` both norms do nothing and have no weights. With `qk_norm` attention has q_layernorm and
-    k_layernorm too, over the dimension of a head. The rest of what an architecture asks for comes from layers.py.
+    k_layernorm too, over the dimension of a head. `mlp` stands in place of the dense feed-forward part. The rest of
+    what an architecture asks for comes from layers.py.
     """
     spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
     norm = RMSNorm if architecture.pre_norms else IdentityOp
@@ -29,13 +33,20 @@ def layer_spec(architecture: Architecture) -> ModuleSpec:
     attention.core_attention = SDPACoreAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if mlp is not None:
+        spec.submodules.mlp = mlp
     return spec
 
 
-def block_spec(num_layers: int, architecture: Architecture) -> TransformerBlockSubmodules:
-    """`num_layers` layers and a final norm (built on the last stage only).
+def block_spec(
+    layers: range, architecture: Architecture, groups: Groups, tally: Tally | None
+) -> TransformerBlockSubmodules:
+    """The layers with these global indexes and a final norm (built on the last stage only).
 
     The list of layers is what allows uneven stages: given one layer, megatron-core divides num_layers by pp and drops
     what is left over.
     """
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(architecture)] * num_layers, layer_norm=RMSNorm)
+    mixture = architecture.mixture
+    sparse = mixture.layers if mixture else ()
+    mlps = [expert_layer(mixture, tally, groups) if layer in sparse else None for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(architecture, mlp) for mlp in mlps], layer_norm=RMSNorm)

@@ -65,8 +65,9 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
-        # Only the dispatchers of mixtures care, but megatron-core refuses its own default with variable lengths.
+        # Also without experts: megatron-core refuses its own default with variable lengths.
         moe_token_dispatcher_type="alltoall",
+        **_experts(architecture, layout),
         calculate_per_token_loss=True,
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
@@ -78,3 +79,24 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         **_RECOMPUTE[recompute],
     )
+
+
+def _experts(architecture: Architecture, layout: Layout) -> dict[str, Any]:
+    """The fields about a mixture. Routing and balancing are our router's; they are stated for whoever reads them."""
+    mixture = architecture.mixture
+    if mixture is None:
+        return {}
+    is_uniform = len(mixture.layers) == architecture.num_layers
+    return {
+        "num_moe_experts": mixture.num_experts,
+        "moe_ffn_hidden_size": mixture.ffn_hidden_size,
+        "moe_layer_freq": 1 if is_uniform else [int(i in mixture.layers) for i in range(architecture.num_layers)],
+        "moe_router_topk": mixture.top_k,
+        # For one expert a token megatron-core has no other way; our router divides its weight by itself.
+        "moe_router_pre_softmax": not mixture.normalises or mixture.top_k == 1,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1,
+    }

@@ -1,9 +1,13 @@
 """Ranks as a small array with an axis per kind of parallelism; every process group is one of its slices. Pure integers.
 
 rank = tp + TP * (cp + CP * (dp + DP * pp)): tensor-parallel neighbours are adjacent, pipeline stages far apart.
+
+The ranks of one stage are counted once more for its experts: neighbours in groups of ep, each holding 1/ep of them. So
+ep first cuts along tp, then cp, then dp, and tensor ranks never cut an expert. (megatron-core calls this an expert
+tensor-parallel size of 1.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megarlhf.config.layout import Layout
@@ -12,15 +16,18 @@ _AXES = ("tp", "cp", "dp", "pp")
 """Fastest first."""
 _NAMES = {
     "mp": ("tp", "pp"),
-    "ep": (),
-    "expt_tp": ("tp",),
-    "expt_dp": ("cp", "dp"),
-    "tp_ep": ("tp",),
-    "tp_ep_pp": ("tp", "pp"),
     "pos_embd": (),
     "world": _AXES,
 }
-"""Groups that are not simply called by their axes. ep is 1: the expert groups are those of the dense layers."""
+"""Groups that are not simply called by their axes."""
+_EXPERT_NAMES = {
+    "ep": ("ep",),
+    "expt_tp": (),
+    "expt_dp": ("expt_dp",),
+    "tp_ep": ("ep",),
+    "tp_ep_pp": ("ep", "pp"),
+}
+"""Groups of the ranks as experts see them: by (place in a group of ep, number of that group in its stage, stage)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Coordinates:
     dp: int
     cp: int = 0
     ep: int = 0
+    """Which of the ep shares of the experts it holds; it follows from tp, cp and dp."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Grid:
         place = {}
         for axis in _AXES:
             rank, place[axis] = divmod(rank, self.size(axis))
-        return Coordinates(**place)
+        return self._with_expert_share(Coordinates(**place))
 
     def rank(self, coordinates: Coordinates) -> int:
         """The rank at `coordinates` (the inverse of `coordinates`)."""
@@ -69,22 +77,20 @@ class Grid:
     def groups(self, axis: str) -> list[list[int]]:
         """All groups of one kind, each in ascending rank order; every rank is in exactly one of them.
 
-        `axis`: tp, cp, dp, pp, ep; several joined, such as tp_cp or tp_dp_cp; mp (tp and pp); expt_tp, expt_dp, tp_ep,
-        tp_ep_pp; world; embd: the ranks that hold copies of tied embeddings (first and last stage), others alone;
-        pos_embd: each rank alone.
+        `axis`: tp, cp, dp, pp; several joined, such as tp_cp or tp_dp_cp; mp (tp and pp); as the experts of a mixture
+        see the ranks, ep, expt_tp, expt_dp, tp_ep, tp_ep_pp; world; embd: the ranks that hold copies of tied embeddings
+        (first and last stage), others alone; pos_embd: each rank alone.
         """
         if axis == "embd":
             return self._embedding_groups()
+        if axis in _EXPERT_NAMES:
+            return self._expert_groups(_EXPERT_NAMES[axis])
         varying = _NAMES[axis] if axis in _NAMES else tuple(axis.split("_"))
         unknown = set(varying) - set(_AXES)
         if unknown:
             raise ValueError(f"no axis {sorted(unknown)}; a group is {_AXES}, several joined by _, or {sorted(_NAMES)}")
-        by_place: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            indexes = dict(zip(_AXES, self._indexes(self.coordinates(rank)), strict=True))
-            fixed = tuple(index for name, index in indexes.items() if name not in varying)
-            by_place.setdefault(fixed, []).append(rank)
-        return list(by_place.values())
+        places = [dict(zip(_AXES, self._indexes(at), strict=True)) for at in self.all_coordinates()]
+        return _groups(places, varying)
 
     def group_of(self, axis: str, rank: int) -> list[int]:
         """The group of that kind that holds `rank`."""
@@ -93,7 +99,21 @@ class Grid:
     def all_coordinates(self) -> list[Coordinates]:
         """The coordinates of ranks 0, 1, 2, ..."""
         sizes = [range(self.size(axis)) for axis in reversed(_AXES)]
-        return [Coordinates(tp=tp, pp=pp, dp=dp, cp=cp) for pp, dp, cp, tp in product(*sizes)]
+        places = [Coordinates(tp=tp, pp=pp, dp=dp, cp=cp) for pp, dp, cp, tp in product(*sizes)]
+        return [self._with_expert_share(place) for place in places]
+
+    def _in_stage(self, at: Coordinates) -> int:
+        """Number of a rank among those of its stage."""
+        return at.tp + self.layout.tp * (at.cp + self.layout.cp * at.dp)
+
+    def _with_expert_share(self, at: Coordinates) -> Coordinates:
+        return replace(at, ep=self._in_stage(at) % self.layout.ep)
+
+    def _expert_groups(self, varying: tuple[str, ...]) -> list[list[int]]:
+        places = [
+            {"ep": at.ep, "expt_dp": self._in_stage(at) // self.layout.ep, "pp": at.pp} for at in self.all_coordinates()
+        ]
+        return _groups(places, varying)
 
     def _embedding_groups(self) -> list[list[int]]:
         groups = []
@@ -107,3 +127,12 @@ class Grid:
     def _indexes(coordinates: Coordinates) -> tuple[int, int, int, int]:
         """Indexes in the order of `_AXES`."""
         return coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp
+
+
+def _groups(places: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
+    """Ranks (indexes of `places`) that differ in nothing but the varying indexes, ascending."""
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    for rank, indexes in enumerate(places):
+        fixed = tuple(index for name, index in indexes.items() if name not in varying)
+        by_place.setdefault(fixed, []).append(rank)
+    return list(by_place.values())

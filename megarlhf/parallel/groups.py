@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarlhf.config.layout import Layout
-from megarlhf.errors import LayoutError
 from megarlhf.parallel.grid import Coordinates, Grid
 from megarlhf.records.seeds import derive_seed
 
@@ -64,8 +63,6 @@ def build_groups(layout: Layout, world_size: int) -> Groups:
 
     Raises LayoutError when the layout does not fit the world, or asks for what is not built.
     """
-    if layout.ep > 1:
-        raise LayoutError(f"{layout}: expert parallelism is not built yet; set ep to 1")
     if world_size != dist.get_world_size():
         raise ValueError(f"groups for {world_size} ranks asked for in a world of {dist.get_world_size()}")
     grid, rank = Grid(layout, world_size), dist.get_rank()

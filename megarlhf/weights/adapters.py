@@ -51,7 +51,7 @@ def adapter_map(
     beside = local_map(architecture, layout, coordinates, head)
     held: dict[Key, LocalTensor] = {}
     for chunk in range(layout.vp):
-        for weight in stage_weights(family, architecture, layout, coordinates.pp, chunk, head):
+        for weight in stage_weights(family, architecture, layout, coordinates.pp, chunk, head, coordinates.ep):
             tensor = beside[chunk, weight.local]
             if adapted(weight, lora):
                 stem = weight.local.removesuffix("weight") + "adapter."

@@ -59,7 +59,8 @@ def hugging_face_plan(source: Source, dtype: torch.dtype | None, max_shard_bytes
 def megatron_plan(source: Source, layout: Layout, dtype: torch.dtype | None) -> tuple[FilePlan, list[Block]]:
     """One `.distcp` file for each (tp, pp) rank of `layout`, and the table of what lies in them."""
     plan, blocks, placed = FilePlan(), [], []
-    order = {place: number for number, place in enumerate(whole_weights(source.architecture, source.head))}
+    complete = enumerate(whole_weights(source.architecture, source.head))
+    order = {name: number for number, place in complete for name in (place, *place.other_names())}
     for pp in range(layout.pp):
         for tp in range(layout.tp):
             file, at = f"__{pp * layout.tp + tp}_0.distcp", 0

@@ -37,6 +37,10 @@ def exported_config(
     config |= _rope_fields(architecture)
     config |= {"torch_dtype": dtype, "dtype": dtype, "head_dim": architecture.head_dim}
     config |= {"vocab_size": architecture.vocab_size, "num_hidden_layers": architecture.num_layers}
+    if architecture.mixture is not None:
+        # One name each of transformers 4 and 5 for Qwen3-MoE; Mixtral has the second.
+        names = ("num_experts", "num_local_experts") if architecture.family == "qwen3_moe" else ("num_local_experts",)
+        config |= dict.fromkeys(names, architecture.mixture.num_experts)
     dropped = ("num_labels", "id2label", "label2id", "quantization_config")
     config = {key: value for key, value in without_score_entries(config).items() if key not in dropped}
     model_type = MODEL_TYPES[architecture.family]

@@ -17,12 +17,12 @@ Key = tuple[int, str]
 def local_map(
     architecture: Architecture, layout: Layout, coordinates: Coordinates, head: Head
 ) -> dict[Key, LocalTensor]:
-    """Every parameter of one rank as pieces of Hugging Face tensors. Depends on the rank's tp and pp only."""
+    """Every parameter of one rank as pieces of Hugging Face tensors. Depends on the rank's tp, pp and ep only."""
     family = FAMILIES[architecture.family]
     return {
         (chunk, weight.local): _cut(weight, architecture, layout.tp, coordinates.tp)
         for chunk in range(layout.vp)
-        for weight in stage_weights(family, architecture, layout, coordinates.pp, chunk, head)
+        for weight in stage_weights(family, architecture, layout, coordinates.pp, chunk, head, coordinates.ep)
     }
 
 
@@ -33,6 +33,8 @@ def hf_shapes(architecture: Architecture, head: Head) -> dict[str, tuple[int, ..
 
 
 def _cut(weight: Weight, architecture: Architecture, tp: int, rank: int) -> LocalTensor:
+    if weight.expert:
+        tp, rank = 1, 0
     if weight.cut is Cut.WHOLE:
         return _window(weight, whole(weight.shapes[0]))
     if weight.cut is Cut.COLUMNS:

@@ -100,8 +100,8 @@ class MegatronFolder:
         wanted = place.box(move(common, piece.source, piece.target))
         found = []
         for where, values in self.stored.parts(place.key, wanted):
-            if place.layer is not None:
-                where, values = where[1:], values[0]
+            num_axes = len(place.axes)
+            where, values = where[num_axes:], values[(0,) * num_axes]
             found.append((move(where, piece.target, piece.source), values))
         return found
 
@@ -113,8 +113,9 @@ class MegatronFolder:
         pieces: dict[str, list[tuple[Place, Piece]]] = {name: [] for name in self._shapes}
         used, problems = set(), {}
         for place, tensor in whole_weights(self.architecture, self.head).items():
-            found = place if place.key in self.stored.names else place.single()
-            used.add(found.key)
+            present = [name for name in (place, *place.other_names()) if name.key in self.stored.names]
+            found = present[0] if present else place
+            used |= {name.key for name in present}
             expected = shapes[place.key][(0 if found.layer is not None or place.layer is None else 1) :]
             problems |= self._problem(found.key, expected, place.key in vocabulary)
             for piece in tensor.pieces:

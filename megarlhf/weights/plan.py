@@ -46,9 +46,9 @@ def holdings(architecture: Architecture, layout: Layout, world_size: int, head: 
     """What every rank of the world holds; replicas share one object."""
     grid = Grid(layout, world_size)
     coordinates = [grid.coordinates(rank) for rank in range(world_size)]
-    made = {(at.tp, at.pp): at for at in coordinates}
+    made = {(at.tp, at.pp, at.ep): at for at in coordinates}
     maps = {place: local_map(architecture, layout, at, head) for place, at in made.items()}
-    return tuple(maps[at.tp, at.pp] for at in coordinates)
+    return tuple(maps[at.tp, at.pp, at.ep] for at in coordinates)
 
 
 def plan_transfers(

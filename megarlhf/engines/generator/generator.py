@@ -42,6 +42,11 @@ class Generator:
             raise LayoutError(
                 f"layout {layout} cannot generate: a token a step has no sequence to cut; use tp and pp only"
             )
+        if layout.tp % layout.ep:
+            raise LayoutError(
+                f"layout {layout} cannot generate: copies of the model decode on their own, so each must hold all "
+                "experts; choose an ep that divides tp"
+            )
         assert model.head == "vocabulary" and max_slots > 0 and prefill_tokens > 0, "a language model and some room"
         self.model = model
         self.max_slots = max_slots

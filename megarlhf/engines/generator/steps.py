@@ -6,7 +6,7 @@ fast (SmolLM2-135M, float32, 1 thread, 32 rows: 1.3 times for the layers, 1.8 ti
 generation on a CPU makes a blocked copy of the weights first, when it is long enough to pay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,12 @@ from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import Scoring
 from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
+from megarlhf.models.moe import ExpertLayer
 from megarlhf.models.precision.linear import states
 
 Map = Callable[[torch.Tensor], torch.Tensor]
+Expert = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(hidden states [M, H], what each is multiplied by [M] or None) -> [M, H]."""
 
 _WORTH_PACKING = 8
 """New tokens per response; packing costs about as much as one decoding step."""
@@ -79,9 +82,15 @@ def packed_bytes(model: Model, num_new_tokens: int) -> int:
 
 
 def _linear_weights(layer: torch.nn.Module) -> list[torch.Tensor]:
-    attention, mlp = layer.self_attention, layer.mlp
-    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    attention = layer.self_attention
+    linears = [attention.linear_qkv, attention.linear_proj]
+    linears += [linear for mlp in _mlps(layer) for linear in (mlp.linear_fc1, mlp.linear_fc2)]
     return [linear.weight for linear in linears]
+
+
+def _mlps(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The feed-forward part of a layer, or those of this rank's experts."""
+    return list(layer.mlp.experts.local_experts) if layer.is_moe_layer else [layer.mlp]
 
 
 def can_pack(model: Model) -> bool:
@@ -98,10 +107,33 @@ def _module_steps(layer: torch.nn.Module, architecture: Architecture) -> Steps:
         heads=lambda hidden: attention.get_query_key_value_tensors(hidden, None),
         project=lambda context: _with_bias(attention.linear_proj(context)),
         mlp_norm=layer.pre_mlp_layernorm,
-        mlp=lambda hidden: _with_bias(layer.mlp(hidden)),
+        mlp=_module_experts(layer.mlp) if layer.is_moe_layer else lambda hidden: _with_bias(layer.mlp(hidden)),
         scoring=attention.core_attention.scoring,
         rope_place=architecture.rope_place(layer.layer_number - 1),
     )
+
+
+def _module_experts(mlp: ExpertLayer) -> Map:
+    return _experts(
+        mlp, [lambda x, weight, expert=expert: expert(x, weight)[0] for expert in mlp.experts.local_experts]
+    )
+
+
+def _experts(mlp: ExpertLayer, experts: Sequence[Expert]) -> Map:
+    """A layer of experts, of which `experts` are this rank's. The ranks of an ep group hold the same tokens here, so
+    each adds up what its experts say, and nothing has to be dispatched."""
+    first = mlp.local_expert_indices[0]
+
+    def mixture(hidden: torch.Tensor) -> torch.Tensor:
+        weights, is_chosen = mlp.router(hidden)
+        tokens, total = hidden[:, 0], torch.zeros_like(hidden[:, 0])
+        for place, expert in enumerate(experts, start=first):
+            chosen = is_chosen[:, place].nonzero()[:, 0]
+            if len(chosen):
+                total.index_add_(0, chosen, expert(tokens[chosen], weights[chosen, place]))
+        return _summed(total, mlp.ep_group)[:, None]
+
+    return mixture
 
 
 def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
@@ -112,13 +144,14 @@ def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor
 def _is_plain(layer: torch.nn.Module) -> bool:
     """The layer is made of megatron-core's local modules, its feed-forward is gated; only `linear_qkv` has a bias, and
     no product is emulated."""
-    attention, mlp = layer.self_attention, layer.mlp
+    attention, mlps = layer.self_attention, _mlps(layer)
     return (
-        type(mlp) is MLP
-        and type(attention.linear_qkv) is type(mlp.linear_fc1) is ColumnParallelLinear
-        and type(attention.linear_proj) is type(mlp.linear_fc2) is RowParallelLinear
-        and mlp.config.gated_linear_unit
-        and not mlp.config.add_bias_linear
+        type(attention.linear_qkv) is ColumnParallelLinear
+        and type(attention.linear_proj) is RowParallelLinear
+        and all(type(mlp) is MLP and type(mlp.linear_fc1) is ColumnParallelLinear for mlp in mlps)
+        and all(type(mlp.linear_fc2) is RowParallelLinear for mlp in mlps)
+        and layer.config.gated_linear_unit
+        and not layer.config.add_bias_linear
         and not any(states(layer))
     )
 
@@ -127,24 +160,37 @@ def _packed_steps(layer: torch.nn.Module, architecture: Architecture, group: dis
     attention = layer.self_attention
     qkv = _packed(attention.linear_qkv.weight, attention.linear_qkv.bias)
     projection = _packed(attention.linear_proj.weight)
-    gate_and_up, down = _packed(layer.mlp.linear_fc1.weight), _packed(layer.mlp.linear_fc2.weight)
-
-    activation = layer.mlp.config.activation_func
     norm_attention, norm_mlp = _post_norms(layer) if architecture.post_norms else (_same, _same)
+    if layer.is_moe_layer:
+        mlp = _experts(layer.mlp, [_packed_gated(expert) for expert in _mlps(layer)])
+    else:
+        gated = _packed_gated(layer.mlp)
 
-    def gated(hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_and_up(hidden).chunk(2, dim=-1)
-        return norm_mlp(_summed(down(activation(gate) * up), group))
+        def mlp(hidden: torch.Tensor) -> torch.Tensor:
+            return norm_mlp(_summed(gated(hidden, None), group))
 
     return Steps(
         input_norm=layer.input_layernorm,
         heads=lambda hidden: attention.split(qkv(hidden)),
         project=lambda context: norm_attention(_summed(projection(context), group)),
         mlp_norm=layer.pre_mlp_layernorm,
-        mlp=gated,
+        mlp=mlp,
         scoring=attention.core_attention.scoring,
         rope_place=architecture.rope_place(layer.layer_number - 1),
     )
+
+
+def _packed_gated(mlp: MLP) -> Expert:
+    """This rank's part of a gated feed-forward."""
+    gate_and_up, down = _packed(mlp.linear_fc1.weight), _packed(mlp.linear_fc2.weight)
+    activation = mlp.config.activation_func
+
+    def gated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        gate, up = gate_and_up(x).chunk(2, dim=-1)
+        inner = activation(gate) * up
+        return down(inner if weight is None else (inner * weight[:, None]).to(x.dtype))
+
+    return gated
 
 
 def _post_norms(layer: torch.nn.Module) -> tuple[Map, Map]:

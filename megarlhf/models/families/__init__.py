@@ -2,6 +2,7 @@
 
 from megarlhf.models.families.gemma import GEMMA2, GEMMA3
 from megarlhf.models.families.llama import LLAMA
+from megarlhf.models.families.mixtures import MIXTRAL, QWEN3_MOE
 from megarlhf.models.families.olmo2 import OLMO2
 from megarlhf.models.families.phi3 import PHI3
 from megarlhf.models.families.qwen2 import QWEN2
@@ -17,4 +18,6 @@ FAMILIES: dict[str, Family] = {
     "phi3": PHI3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
 }

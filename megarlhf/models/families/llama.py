@@ -1,7 +1,7 @@
 """Llama: every weight of the model, by its local name and its Hugging Face names.
 
-Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), head, vocabulary,
-labels.
+Shapes are words: hidden, ffn, q (heads * head_dim), kv (groups * head_dim), head, vocabulary, labels; of a mixture:
+experts (their number), expert_ffn.
 """
 
 from megarlhf.models.names import Cut, Family, Weight
