@@ -94,7 +94,7 @@ def test_what_is_missing_is_all_told_at_once():
         ("--critic.train.vp 2", "critic.train.vp: 2 virtual stages need pp > 1"),
         ("--actor.train.first_stage_layers 2", "actor.train.first_stage_layers: 2 needs pp > 1 and vp 1"),
         ("--actor.train.pp 2 --actor.train.last_stage_layers -1", "actor.train.last_stage_layers: -1 is out of range"),
-        ("--actor.train.ep 2", "actor.train.ep: 2 is not supported"),
+        ("--actor.generate.ep 2", "actor.generate.ep: 2 does not divide tp 1"),
         ("--actor.generate.tp 2 --actor.generate.sp", "actor.generate: sp, vp and cp serve training only"),
         ("--actor.generate.cp 2", "actor.generate: sp, vp and cp serve training only"),
         ("--reward.weights 1 2", "reward.weights: 2 weights for 1 sources of reward; give 1 or none"),
