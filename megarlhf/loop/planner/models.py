@@ -19,6 +19,9 @@ from megarlhf.loop.roles import Role, attempt, roles
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
 
+COUNTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text")
+"""Families whose layers are counted: those with one feed-forward part a layer."""
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -66,6 +69,22 @@ def cast_of(settings: AnyRun, architectures: Path, violations: list[str]) -> Cas
             models[name] = _planned(settings, role, architecture)
     violations[:] = dict.fromkeys(violations)
     return Cast(models, tuple(files))
+
+
+def uncounted(model: PlannedModel) -> list[str]:
+    """What the planner has no arithmetic for, although a run may have it."""
+    found = []
+    if model.architecture.family not in COUNTED_FAMILIES:
+        found.append(
+            f"{model.name}.model: plan does not count the layers of {model.architecture.family} models yet; it counts "
+            f"{', '.join(COUNTED_FAMILIES)}"
+        )
+    if model.layout.cp > 1:
+        found.append(
+            f"{model.setting}: plan does not count cp {model.layout.cp} yet; plan with cp 1 and about 1/{model.layout.cp} "
+            "of the tokens a micro-batch"
+        )
+    return found
 
 
 def find_architecture(folder: str, architectures: Path) -> tuple[Architecture, str]:

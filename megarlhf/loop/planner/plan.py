@@ -10,7 +10,7 @@ from megarlhf.config.runs import AnyRun, OnlineRun
 from megarlhf.loop.model_rules import model_violations
 from megarlhf.loop.planner.cache import cache_bytes
 from megarlhf.loop.planner.gpus import GPU, Efficiency
-from megarlhf.loop.planner.models import Cast, cast_of
+from megarlhf.loop.planner.models import Cast, cast_of, uncounted
 from megarlhf.loop.planner.reshard import ReshardSummary, reshard_summary
 from megarlhf.loop.planner.sizes import MASTER_BYTES, MOMENT_BYTES, ModelBytes, model_bytes
 from megarlhf.loop.planner.stages import Ranks, StageBytes
@@ -89,6 +89,7 @@ def make_plan(question: Question) -> Plan:
     cast = cast_of(settings, question.architectures, found)
     found += setting_violations(settings, question.world_size, f"{question.command} FILE.yaml")
     found += model_violations(settings, {name: model.architecture for name, model in cast.models.items()})
+    found += [line for model in cast.models.values() for line in uncounted(model)]
     plan = partial(Plan, question, cast, workload_of(settings), tuple(dict.fromkeys(found)))
     is_whole = all(model.name in cast.models for model in cast.models.values()) and len(cast.models) > 0
     if found or not is_whole:

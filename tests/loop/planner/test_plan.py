@@ -3,18 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarlhf.cli import main
+from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import PPORun
 from megarlhf.loop.planner.command import Options, command_of, question_of
 from megarlhf.loop.planner.gpus import GPUS, gpu_named
+from megarlhf.loop.planner.models import COUNTED_FAMILIES, uncounted
 from megarlhf.loop.planner.plan import make_plan
 from megarlhf.loop.planner.report import advice
+from megarlhf.models.families import FAMILIES
 from megarlhf.residency.stages import GRADIENTS, OPTIMIZER, WEIGHTS, Tenant
+from tests.loop.planner.measured import planned
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[3]
@@ -99,6 +104,15 @@ def test_an_unknown_family_is_refused_by_name(recipe, capsys):
     file.write_text(json.dumps({**tiny_config(), "model_type": "mamba"}))
     assert main(["plan", str(recipe)]) == 2
     assert "model_type 'mamba' is not supported" in capsys.readouterr().out
+
+
+def test_what_is_not_counted_is_said_rather_than_guessed():
+    model = planned(Layout(cp=2))
+    (line,) = uncounted(model)
+    assert line.startswith("actor.train: plan does not count cp 2")
+    other = replace(model, layout=Layout(), architecture=replace(model.architecture, family="another"))
+    assert "does not count the layers of another models" in uncounted(other)[0]
+    assert not uncounted(planned(Layout(tp=2))) and set(COUNTED_FAMILIES) <= set(FAMILIES)
 
 
 def test_broken_rules_are_listed_together(recipe, capsys):
