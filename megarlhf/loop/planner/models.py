@@ -81,8 +81,8 @@ def uncounted(model: PlannedModel) -> list[str]:
         )
     if model.layout.cp > 1:
         found.append(
-            f"{model.setting}: plan does not count cp {model.layout.cp} yet; plan with cp 1 and about 1/{model.layout.cp} "
-            "of the tokens a micro-batch"
+            f"{model.setting}: plan does not count cp {model.layout.cp} yet; plan with cp 1 and "
+            f"about 1/{model.layout.cp} of the tokens a micro-batch"
         )
     return found
 

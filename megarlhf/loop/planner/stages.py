@@ -58,9 +58,7 @@ class Ranks:
     def stages_of(self, rank: int) -> list[StageBytes]:
         """The stages of a step on a rank. Ranks at the same places in all layouts are alike but for their number."""
         places = {name: self.place(name, rank) for name in self.models}
-        key = tuple(
-            (at.pp, (at.dp, at.cp) if self.models[name].is_trained else 0) for name, at in places.items()
-        )
+        key = tuple((at.pp, (at.dp, at.cp) if self.models[name].is_trained else 0) for name, at in places.items())
         if key not in self._rows:
             self._rows[key] = self._stages(places)
         return self._rows[key]
