@@ -18,6 +18,7 @@ from megarlhf.errors import MegarlhfError
 from megarlhf.telemetry.status import BAD_INPUT as BAD_INPUT
 from megarlhf.telemetry.status import DONE as DONE
 from megarlhf.telemetry.status import FAILED, exit_code
+from megarlhf.weights.heap import give_back_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ def start_workers(arguments: argparse.Namespace) -> int:
     num_bytes = sum(file.stat().st_size for file in source.iterdir() if file.is_file()) if source.is_dir() else 0
     usual = 1 if num_bytes < _SMALL_BYTES else min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     workers = arguments.workers or usual
+    give_back_freed_memory()
     if workers > 1:
         forkserver.set_forkserver_preload([_PRELOADED])
         forkserver.ensure_running()

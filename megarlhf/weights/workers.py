@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megarlhf.errors import ConversionError
+from megarlhf.weights.heap import give_back_freed_memory
 from megarlhf.weights.units import Tensors, Unit, prefetch, write_unit
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -97,6 +98,7 @@ def _serve(connection: Connection, tensors: Tensors, folder: Path) -> None:
     """A worker's life: units come in, checksums or errors go out, until there is no more or nobody asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     torch.set_num_threads(1)
+    give_back_freed_memory()
     while True:
         try:
             unit = connection.recv()
