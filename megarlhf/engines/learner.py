@@ -3,6 +3,7 @@
 The learner knows no algorithm. It is given a loss on flat token tensors, divides nothing, and reports what happened.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metr
 from megarlhf.records.packing import PackedRows
 from megarlhf.records.seeds import derive_seed
 from megarlhf.records.tokens import Denominators, Prediction, TokenBatch
+
+_log = logging.getLogger(__name__)
 
 Loss = Callable[[Prediction, TokenBatch, Denominators], tuple[torch.Tensor, dict[str, Metric]]]
 """(what the model says about the micro-batch's valid tokens, those tokens, denominators) -> (loss, metrics)."""
@@ -100,6 +103,8 @@ class Learner:
         self.skipped_in_a_row = 0
         self.require_resident: Callable[[], None] = lambda: None
         """Raises when weights, gradients or optimizer are not on the device; set by whoever moves them."""
+        self._losses: list[tuple[torch.Tensor, list[int]]] = []
+        """(loss, rows of the data) of each micro-batch of the last update on this rank."""
         self._chunks = [_with_gradients(model, chunk) for chunk in model.chunks]
         self._optimizer = _build_optimizer(model, self._chunks, settings)
         model.config.finalize_model_grads_func = _sum_gradients
@@ -144,12 +149,27 @@ class Learner:
         advance_scales(self.model.chunks, self.model.groups.collection.tp_dp_cp)
         self.num_skipped += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if not applied:
+            self._report_skipped(norm)
+        return Update(metrics, norm, applied)
+
+    def _report_skipped(self, norm: float) -> None:
+        """Says which rows had no finite loss; raises TrainingError on all ranks after too many skips in a row."""
+        everyone: list[list[int] | None] = [None] * self.model.groups.world_size
+        mine = [row for loss, rows in self._losses if not math.isfinite(float(loss)) for row in rows]
+        dist.all_gather_object(everyone, mine, group=self.model.groups.world)
+        rows = sorted({row for found in everyone if found for row in found})
+        where = (
+            f"the loss is not finite in micro-batches with the rows {rows[:16]} of the data" if rows else
+            "every loss is finite, a gradient overflowed"
+        )  # fmt: skip
         if self.skipped_in_a_row >= self.max_skipped:
             raise TrainingError(
                 f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (norm {norm}); none was "
-                "applied. Lower the learning rate, or look at the samples and scores of this step"
+                f"applied; {where}. Lower the learning rate, or look at the samples and scores of this step"
             )
-        return Update(metrics, norm, applied)
+        if self.model.groups.rank == 0:
+            _log.warning("an update was skipped, its gradient is not finite (norm %s): %s", norm, where)
 
     def accumulate(self, parts: Sequence[Part], *, complete_gradients: bool = False) -> dict[str, Metric]:
         """Gradients of the whole parts in `main_grad`; returns the reduced metrics.
@@ -164,6 +184,7 @@ class Learner:
             chunk.zero_grad_buffer()
             chunk.train()
         self._optimizer.zero_grad()
+        self._losses.clear()
         if self.model.tally:
             self.model.tally.start(sum(part.experience.num_rows for part in parts))
         batches = [batch for number, part in enumerate(parts) for batch in self._micro_batches(part, number)]
@@ -187,6 +208,7 @@ class Learner:
             prediction = _predict(self.model, part.objective, hidden, batch.packed)
             tokens = TokenBatch.from_experience(part.experience.select(list(batch.rows))).to(hidden.device)
             loss, metrics = part.objective.loss(prediction, tokens, denominators[batch.part])
+            self._losses.append((loss.detach(), part.experience.row_id[list(batch.rows)].tolist()))
             return loss + 0.0 * hidden.sum(), metrics  # an empty micro-batch still sends gradients down the pipeline
 
         return head

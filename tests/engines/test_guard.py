@@ -1,5 +1,6 @@
 """A gradient that is not finite is applied by nobody, counted by everybody, and ends the run when it keeps coming."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,8 +39,12 @@ def poisoned_updates(rank: int, world_size: int, folder: str):
     finite = all(bool(tensor.isfinite().all()) for tensor in weights())
     learner.update([poisoned])
     learner.update([poisoned])
-    with pytest.raises(TrainingError, match="3 updates in a row"):
+    with pytest.raises(TrainingError, match="3 updates in a row") as failure:
         learner.update([poisoned])
+    told = re.search(r"with the rows \[([\d, ]+)\] of the data", str(failure.value))
+    told_rows = set(map(int, told[1].split(", ")))
+    everyone = set(clean.experience.row_id.tolist())
+    assert told_rows and told_rows < everyone, "the rows of the rank whose loss was poisoned, and no others"
     return first.applied, unchanged, rate, second.applied, moved, finite, learner.num_skipped
 
 

@@ -24,6 +24,7 @@ from tests.learning.toy import metrics, write_actor, write_prompts
 from tests.loop.kill_ranks import Fault, rank_process
 from tests.loop.test_resume import tensors
 
+pytestmark = pytest.mark.slow
 TRIALS, SEED = int(os.environ.get("KILL_TRIALS", "3")), int(os.environ.get("KILL_SEED", "0"))
 STEPS, RANKS = 3, 2
 STAGES = ("checkpoint", "generate", "reward", "learn_actor", "reshard", "value", "learn_critic")

@@ -217,3 +217,16 @@ def test_another_layout_goes_on_with_the_same_losses(toy, tmp_path, before, afte
     assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     norms = [[row["gradient_norm/actor"] for row in metrics(tmp_path / name)] for name in ("whole", "moved")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_checkpoints_written_in_the_background_are_the_same(toy, tmp_path):
+    """The weights that training goes on changing are not the ones that are being written."""
+    plain = sft(toy, tmp_path / "plain")
+    plain = replace(plain, run=replace(plain.run, checkpoint_every=1, keep_checkpoints=0))
+    behind = replace(plain, run=replace(plain.run, dir=str(tmp_path / "behind"), checkpoint_in_background=True))
+    run_on_ranks(2, train, "sft", plain)
+    run_on_ranks(2, train, "sft", behind)
+    for step in (1, 2):
+        expected, found = tensors(tmp_path / "plain", step), tensors(tmp_path / "behind", step)
+        assert expected.keys() == found.keys()
+        assert not [name for name in expected if not torch.equal(expected[name], found[name])]
