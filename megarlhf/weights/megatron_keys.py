@@ -113,16 +113,22 @@ def rank_shares(architecture: Architecture, layout: Layout, head: Head, tp: int,
 
 
 def rank_objects(architecture: Architecture, layout: Layout, pp: int) -> list[str]:
-    """Names of the empty `_extra_state` objects of a stage's layers: its linear modules ask for one when loaded."""
+    """Names of the empty `_extra_state` objects of a stage's layers and final norm: modules ask for one when loaded.
+
+    megatron-core's local layers ask for their linears'; Transformer Engine's for every module's, attention and norms
+    included, and refuse to load without. More than is asked for is an error to neither.
+    """
     family, names = FAMILIES[architecture.family], []
     for chunk in range(layout.vp):
         layers = stage_layers(architecture, layout, pp, chunk)
         for weight in stage_weights(family, architecture, layout, pp, chunk, "vocabulary"):
-            if weight.is_matrix and weight.cut not in (Cut.WHOLE, Cut.VOCABULARY):
+            if weight.local.startswith("decoder."):
                 place = _place(architecture, weight.local, layers)
                 index, sizes = place.axes or (0,), _axis_sizes(architecture, place) or (1,)
-                shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
-                names.append(f"{place.key.rpartition('.')[0]}._extra_state/shard_{shard}")
+                state = f"._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
+                module = place.key.rpartition(".")[0]
+                names.append(module + state)
+                names.append(module.replace("self_attention.linear_proj", "self_attention.core_attention") + state)
     return list(dict.fromkeys(names))
 
 

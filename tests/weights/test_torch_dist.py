@@ -60,6 +60,16 @@ def test_a_file_holds_the_layers_of_its_virtual_stages(tmp_path):
     ]  # fmt: skip
 
 
+def test_states_that_transformer_engines_layers_ask_for_are_there_once(tmp_path):
+    write_megatron(tiny.write_llama(tmp_path / "hf", family="qwen3"), tmp_path / "megatron", Layout(tp=2, pp=2))
+    modules = ["linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"]
+    expected = {f"self_attention.{module}" for module in modules} | {"mlp.linear_fc1", "mlp.linear_fc2"}
+    names = {f"decoder.layers.{name}._extra_state/shard_{layer}_4" for name in expected for layer in range(4)}
+    assert set(TorchDistFolder(tmp_path / "megatron").objects) == names | {
+        "decoder.final_layernorm._extra_state/shard_0_1"
+    }
+
+
 def test_two_processes_write_the_same_files_as_one(tmp_path):
     source = tiny.write_llama(tmp_path / "hf", num_shards=3)
     for workers in (1, 2):
