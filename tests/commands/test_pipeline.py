@@ -60,7 +60,8 @@ def test_three_commands_lead_from_a_base_model_to_a_policy(root):
         },
     )
     assert rm[0]["loss/reward_avg"] == pytest.approx(0.6931, abs=1e-3), "a new head knows nothing"
-    assert rm[-1]["rewards/accuracy"] > 0.9
+    last = [row["rewards/accuracy"] for row in rm[-4:]]  # of 8 pairs each
+    assert sum(last) / len(last) > 0.9
     config = json.loads((root / "rm/hf/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"] and config["num_labels"] == 1
     ppo = run(
