@@ -1,6 +1,7 @@
 """Arithmetic as people and LaTeX write it, read by recursive descent into a tree whose value is an exact fraction.
 
-Grammar: sums of products of signed powers; a product may leave out its sign (2x, 3\\sqrt{2}, mixed numbers 1\\frac12).
+Grammar: sums of products of signed powers; a product may leave out its sign (2x, 3\\sqrt{2}) except between numbers:
+3 4 is no 12. A whole number in front of \\frac is a mixed number (-1\\frac12 is -1.5).
 Only roots and pi leave the rational numbers. Letters are variables, and two expressions in them are equal when they
 agree at a few fixed points. Words are no products of letters: only x, y, z, a, b, c may stand side by side.
 """
@@ -121,8 +122,8 @@ class _Reader:
         while self.next not in ("", "+", "-", ")", "}", "]"):
             if self.next in ("*", "/"):
                 value = _binary(self.take(), value, self.signed(depth))
-            elif self.next == "frac" and self.tokens[self.at - 1].isdigit():
-                value = _binary("mixed", value, self.power(depth))
+            elif _is_number(self.next) and _is_number(self.tokens[self.at - 1]):
+                raise NotAnExpression(f"{self.next!r} stands beside a number")
             else:
                 value = _binary("*", value, self.power(depth))
         return value
@@ -135,7 +136,7 @@ class _Reader:
         return _binary("-", lambda point: Fraction(0), value) if negative else value
 
     def power(self, depth: int):
-        base = self.atom(depth)
+        base = self.mixed(depth)
         if self.next != "^":
             return base
         self.take("^")
@@ -143,9 +144,15 @@ class _Reader:
         exponent = self.atom(depth)
         return _binary("^", base, exponent if sign == "+" else _binary("-", lambda point: Fraction(0), exponent))
 
+    def mixed(self, depth: int):
+        """An atom, or a whole number and the fraction behind it."""
+        is_whole = self.next.isdigit()
+        value = self.atom(depth)
+        return _binary("+", value, self.atom(depth)) if is_whole and self.next == "frac" else value
+
     def atom(self, depth: int):
         token = self.take()
-        if token[0].isdigit() or token[0] == ".":
+        if _is_number(token):
             number = Fraction(token if token[-1] != "." else token[:-1])
             return lambda point: number
         if token in ("(", "{", "["):
@@ -180,6 +187,10 @@ class _Reader:
         return lambda point: _root(radicand(point), int(degree))
 
 
+def _is_number(token: str) -> bool:
+    return token[:1].isdigit() or token[:1] == "."
+
+
 def _binary(sign: str, left, right):
     operation = _OPERATIONS[sign]
     return lambda point: operation(left(point), right(point))
@@ -211,5 +222,4 @@ _OPERATIONS: dict[str, Callable[[Number, Number], Number]] = {
     "*": lambda a, b: a * b,
     "/": lambda a, b: a / b,
     "^": _power,
-    "mixed": lambda a, b: a + b,
 }

@@ -18,6 +18,7 @@ MAX_BOXES, MAX_BOXED_CHARACTERS = 8, 2000
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|=|:)\s*:?\s*(.+)", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)(?:/\d+)?)%?")
+_PLAIN_MIXED = re.compile(r"(?<![\w./^}])(\d+) (\d+)/(\d+)(?![\d.])")
 _DROPPED = re.compile(
     r"\\(?:left|right|displaystyle|mathrm|mathbf|text|textbf|mbox|operatorname)\b|\\[!,;: ]|\^\{?\\circ\}?|\\circ\b"
     r"|\\?[$%]|[£€°]"
@@ -117,7 +118,8 @@ def _reads_as_expression(text: str) -> bool:
 def _tidy(answer: str) -> str:
     """Without what is no part of the answer: dollar signs, spacing commands, units' signs, thousands commas, `x =`."""
     text = _DROPPED.sub("", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("−", "-"))
-    text = re.sub(r"(?<=\d),(?:\\!)?(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)(?:,|\{,\}| )(?=\d{3}(?![\d/]))", "", text)
+    text = _PLAIN_MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"^\s*[a-zA-Z]\s*(?:=|\\in\b)\s*", "", text.strip())
     return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
 
@@ -145,10 +147,12 @@ def _split(text: str) -> list[str]:
 
 
 def _same_item(left: str, right: str) -> bool:
-    letters = [re.sub(r"[\s{}\\]", "", text).lower() for text in (left, right)]
-    if letters[0] == letters[1]:
-        return letters[0] != ""
+    """By value where both have one, or else by their letters; digits are only told apart by braces and blanks."""
+    letters = [re.sub(r"[{}\\]|(?<!\d)\s|\s(?!\d)", "", text).lower() for text in (left, right)]
+    is_spelled_alike = letters[0] == letters[1] != ""
+    if is_spelled_alike and not any(map(str.isdigit, letters[0])):
+        return True
     try:
         return equal(parse(left), parse(right))
     except NotAnExpression:
-        return False
+        return is_spelled_alike
