@@ -15,6 +15,9 @@ from megarlhf.config.algorithms import (
     RewardModelling,
 )
 
+_LARGEST_KL_ERROR = 0.2
+"""The relative error to which the adaptive controller clips (algorithms/kl_control.py)."""
+
 AlgorithmSettings = PolicyGradient | DPO | KTO | SFT | RewardModelling
 
 _Range = tuple[Callable[[Any], bool], str]
@@ -71,7 +74,18 @@ def algorithm_violations(settings: AlgorithmSettings, samples_per_prompt: int = 
             f"algorithm.label_smoothing: {settings.label_smoothing} is for loss sigmoid; IPO has no log-sigmoid to "
             "smooth; set it to 0"
         )
-    return [*found, *_attributes(settings)] if isinstance(settings, RewardModelling) else found
+    return [*found, *_attributes(settings), *_unread(settings)] if isinstance(settings, RewardModelling) else found
+
+
+def horizon_violations(settings: PolicyGradient, episodes: int) -> Iterator[str]:
+    """A step of `episodes` sequences multiplies the adaptive coefficient by 1 - 0.2 * episodes / kl_horizon at least,
+    which must stay above 0."""
+    if settings.kl_controller == "adaptive" and settings.kl_horizon <= _LARGEST_KL_ERROR * episodes:
+        least = int(_LARGEST_KL_ERROR * episodes) + 1
+        yield (
+            f"algorithm.kl_horizon: {settings.kl_horizon} episodes are too few for steps of {episodes}: one step could "
+            f"take the adaptive coefficient below 0; choose {least} or more, {episodes} or more to move it gently"
+        )
 
 
 def algorithm_warnings(settings: AlgorithmSettings) -> list[str]:
@@ -126,6 +140,15 @@ def _attributes(settings: RewardModelling) -> Iterator[str]:
         )
     if len(set(names)) < len(names) or not all(names):
         yield f"algorithm.attributes: {list(names)} are not different names; give each attribute its own"
+
+
+def _unread(settings: RewardModelling) -> Iterator[str]:
+    """What only compared answers have."""
+    for name in ("label_smoothing", "margins", "centring_coef"):
+        value = vars(settings)[name]
+        if value and settings.loss == "regression":
+            off = str(type(value)(0)).lower()
+            yield f"algorithm.{name}: {value} is about compared answers, and loss is regression; set it to {off}"
 
 
 def _penalty(settings: PPO) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.config.algorithm_check import algorithm_violations
+from megarlhf.config.algorithm_check import algorithm_violations, horizon_violations
 from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
@@ -280,6 +280,7 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
             f"{rollout.max_new_tokens}; choose {rollout.max_new_tokens} or less"
         )
     rows = rollout.batch_size * rollout.samples_per_prompt
+    yield from horizon_violations(settings.algorithm, rows)
     if rows < settings.algorithm.num_minibatches:
         yield (
             f"algorithm.num_minibatches: {settings.algorithm.num_minibatches} minibatches cannot be made of {rows} "

@@ -1,8 +1,11 @@
 """Claims about what the `algorithm` section may hold."""
 
+from dataclasses import replace
+
 import pytest
 
-from megarlhf.config.algorithm_check import algorithm_violations, algorithm_warnings
+from megarlhf.algorithms.kl_control import kl_controller
+from megarlhf.config.algorithm_check import algorithm_violations, algorithm_warnings, horizon_violations
 from megarlhf.config.algorithms import DPO, GRPO, KTO, PPO, RLOO, SFT, ReinforcePlusPlus, RewardModelling
 
 
@@ -31,6 +34,9 @@ def test_every_default_is_right_and_draws_no_warning(settings):
         (DPO(loss="ipo", label_smoothing=0.1), "algorithm.label_smoothing: 0.1 is for loss sigmoid"),
         (KTO(desirable_weight=-1.0), "algorithm.desirable_weight: -1.0"),
         (RewardModelling(centring_coef=-0.1), "algorithm.centring_coef: -0.1"),
+        (RewardModelling("regression", label_smoothing=0.1), "algorithm.label_smoothing: 0.1 is about compared"),
+        (RewardModelling("regression", margins=True), "algorithm.margins: True is about compared answers"),
+        (RewardModelling("regression", centring_coef=0.1), "algorithm.centring_coef: 0.1 is about compared answers"),
     ],
 )
 def test_what_cannot_be_is_named_with_its_value(settings, words):
@@ -50,3 +56,16 @@ def test_k1_in_the_loss_draws_a_warning():
     assert "does not pull towards it" in warning
     for settings in (GRPO(kl_estimator="k1", kl_coef=0.0), PPO(kl_estimator="k1"), GRPO(kl_estimator="k2")):
         assert algorithm_warnings(settings) == []
+
+
+@pytest.mark.parametrize("episodes", [1, 4, 5, 64, 512])
+def test_no_step_takes_an_accepted_adaptive_coefficient_to_0(episodes):
+    """However small the measured KL is; and the horizon that is suggested is the smallest one."""
+    smallest = next(horizon for horizon in range(1, 1000) if 5 * horizon > episodes)
+    accepted = PPO(kl_controller="adaptive", kl_horizon=smallest)
+    assert not list(horizon_violations(accepted, episodes))
+    assert kl_controller(accepted).update(0.0, episodes).coefficient > 0
+    for horizon in range(1, smallest):
+        (found,) = horizon_violations(replace(accepted, kl_horizon=horizon), episodes)
+        assert found.startswith(f"algorithm.kl_horizon: {horizon} ") and f"choose {smallest} or more" in found
+    assert not list(horizon_violations(PPO(kl_horizon=1), episodes))

@@ -100,6 +100,7 @@ def test_what_is_missing_is_all_told_at_once():
         ("--reward.weights 1 2", "reward.weights: 2 weights for 1 sources of reward; give 1 or none"),
         ("--rollout.min_new_tokens 65", "rollout.min_new_tokens: 65 is more than rollout.max_new_tokens 64"),
         ("--rollout.batch_size 2 --algorithm.num_minibatches 4", "algorithm.num_minibatches: 4 minibatches"),
+        ("--algorithm.kl_controller adaptive --algorithm.kl_horizon 3", "algorithm.kl_horizon: 3 episodes are too few"),
         ("--actor.optimizer.min_learning_rate 1", "actor.optimizer.min_learning_rate: 1.0 is more than learning_rate"),
     ],
 )
