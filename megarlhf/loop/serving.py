@@ -3,10 +3,13 @@
 Checking happens wherever the request arrived; answering is collective, so every rank of the model gets the question.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarlhf.data.encoding import Encoder
+from megarlhf.data.files import check_text
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
 from megarlhf.errors import DataError
@@ -109,29 +112,40 @@ class Served:
         return float(value)
 
     def _encoded(self, body: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids of texts; a response whose entry in `finished` is true gets the model's end token."""
+        """Ids of texts, as `megarlhf rm` reads them; a response whose entry in `finished` is true gets an end token."""
         prompts, responses = _list(body, "prompts"), _list(body, "responses")
         finished = _list(body, "finished") if "finished" in body else [False] * len(responses)
-        if len(finished) != len(responses):
-            raise Refusal(400, f"finished: {len(finished)} entries for {len(responses)} responses")
-        end = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        encoded = []
-        for row, (text, is_finished) in enumerate(zip(responses, finished, strict=True)):
-            if not isinstance(text, str):
-                raise Refusal(400, f"responses[{row}]: a {type(text).__name__}; send a text")
-            encoded.append(self.tokenizer.encode_plain(text) + (end if is_finished is True else []))
-        return [self._prompt(row, prompt) for row, prompt in enumerate(prompts)], encoded
+        for key, other in (("finished", finished), ("prompts", prompts)):
+            if len(other) != len(responses):
+                raise Refusal(400, f"{key}: {len(other)} entries for {len(responses)} responses")
+        rows = enumerate(zip(prompts, responses, finished, strict=True))
+        encoded = [self._row(row, prompt, text, is_finished is True) for row, (prompt, text, is_finished) in rows]
+        return [prompt for prompt, _ in encoded], [response for _, response in encoded]
 
-    def _prompt(self, row: int, prompt: Any) -> list[int]:
+    def _row(self, row: int, prompt: Any, text: Any, is_finished: bool) -> tuple[list[int], list[int]]:
+        """Ids of a prompt and its response."""
+        if not isinstance(text, str):
+            raise Refusal(400, f"responses[{row}]: a {type(text).__name__}; send a text")
         if not isinstance(prompt, str | list):
             raise Refusal(400, f"prompts[{row}]: a {type(prompt).__name__}; send a text or a list of messages")
-        try:
-            ids = self.tokenizer.encode_prompt(prompt)
-        except DataError as error:
-            raise Refusal(400, f"prompts[{row}]: {error}") from error
+        with _refusing(f"prompts[{row}]"):
+            check_text("it", prompt)
+            head = self.tokenizer.encode_prompt(prompt)
+        if not head:
+            raise Refusal(400, f"row {row}: the prompt has no token")
+        with _refusing(f"responses[{row}]"):
+            check_text("it", text)
+            answer = self._answer(prompt, head, text, is_finished)
         begin = self.tokenizer.bos_id
         # A rendered chat spells its own beginning-of-sequence token, which the tokenizer then puts before it again.
-        return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+        return (head[1:] if begin is not None and head[:2] == [begin, begin] else head), answer
+
+    def _answer(self, prompt: str | list, head: list[int], text: str, is_finished: bool) -> list[int]:
+        """Ids of the response `text` behind the prompt's ids `head`. A chat's template writes whole turns only."""
+        if isinstance(prompt, list) and not is_finished:
+            return self.tokenizer.encode_plain(text)
+        encoder = Encoder(self.tokenizer, append_eos=is_finished and self.tokenizer.eos_id is not None)
+        return list(encoder.answer(prompt, tuple(head), text).token_ids)
 
     def _check(self, prompts: list[list[int]], responses: list[list[int]]) -> None:
         vocabulary, longest = self.model.architecture.vocab_size, self.model.architecture.max_positions
@@ -142,6 +156,15 @@ class Served:
                 raise Refusal(400, f"row {row}: {len(prompt) + len(response)} tokens; the model reads {longest}")
             if max(*prompt, *response, 0) >= vocabulary:
                 raise Refusal(400, f"row {row}: id {max(prompt + response)}; the model's ids end at {vocabulary - 1}")
+
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Inside the block a DataError is the sender's fault."""
+    try:
+        yield
+    except DataError as error:
+        raise Refusal(400, f"{where}: {error}") from error
 
 
 def _rows(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> Experience:

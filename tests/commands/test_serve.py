@@ -30,6 +30,8 @@ from megarlhf.config.settings import (
     Run,
     Trainee,
 )
+from megarlhf.data.corpus import read_scored
+from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer
 from megarlhf.errors import ConfigError, RemoteError
 from megarlhf.loop.launch import run_training
@@ -40,7 +42,7 @@ from megarlhf.models.score_config import score_rule
 from megarlhf.records.metrics import merge_metrics, metric_results
 from tests.distributed.pool import free_port
 from tests.engines.layouts import frozen_batch
-from tests.tiny import write_llama
+from tests.tiny import write_llama, write_tokenizer
 
 TEXTS = ["Hello", "x", "What is 2+2?"]
 
@@ -124,6 +126,31 @@ def test_texts_are_scored_as_their_tokens(reward):
     assert ended == post(f"{url}/score", whole)["scores"]
 
 
+def test_texts_are_read_as_rm_reads_them(reward, tmp_path):
+    """A Llama tokenizer begins every text that it is given with a blank; an answer behind its prompt has none."""
+    folder = write_tokenizer(tmp_path)
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer_json["normalizer"] = {"type": "Prepend", "prepend": "_"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    served = replace(reward[0], tokenizer=Tokenizer(folder))
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [
+        {"prompt": prompt, "response": text, "score": 1} for prompt, text in (("x", "y z"), (chat, "yo"), ("a", ""))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    learnt = read_scored(Corpus(str(tmp_path / "rows.jsonl")), served.tokenizer)
+    body = {"prompts": ["x", chat, "a"], "responses": ["y z", "yo", ""], "finished": [True] * 3}
+    asked = served.question(body).rows
+    for row, example in enumerate(learnt):
+        assert (
+            tuple(asked.tokens[row, : asked.lengths[row]].tolist()) == example.prompt_ids + example.answers[0].token_ids
+        )
+    characters = ["_", "x", "y", " ", "z"]
+    assert asked.tokens[0, :6].tolist() == [*(ord(character) - 28 for character in characters), 0]
+    unfinished = served.question(body | {"finished": [False] * 3}).rows
+    assert unfinished.lengths.tolist()[::2] == [5, 2]
+
+
 def test_ids_of_another_tokenizer_are_passed_over_for_the_texts(reward):
     _, url = reward
     body = {"prompts": ["x"], "responses": ["y"]}
@@ -178,6 +205,9 @@ def test_what_cannot_be_answered_is_refused_in_words(reference, body, words):
         ({"prompts": [None], "responses": ["b"]}, "prompts[0]: a NoneType"),
         ({"prompts": [[]], "responses": ["b"]}, "prompts[0]: messages is empty"),
         ({"prompts": [""], "responses": ["b"]}, "row 0: the prompt has no token"),
+        ({"prompts": ["\ud800"], "responses": ["b"]}, "prompts[0]: it holds half of a surrogate pair"),
+        ({"prompts": ["a"], "responses": ["b\udfff"]}, "responses[0]: it holds half of a surrogate pair"),
+        ({"prompts": ["a", "b"], "responses": ["b"]}, "prompts: 2 entries for 1 responses"),
         ({"prompts": ["a"], "responses": ["b"], "finished": []}, "finished: 0 entries for 1 responses"),
     ],
 )
