@@ -7,12 +7,13 @@ logged.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from megarlhf.config.corpus import Corpus
 from megarlhf.data.encoding import Encoder, Written, check_written, shared_prompt
@@ -41,6 +42,7 @@ _READ = {
     "label",
 }
 """Keys that say something here; the others are metadata."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def read_demonstrations(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -> list[Example]:
@@ -60,6 +62,17 @@ def read_preferences(settings: Corpus, tokenizer: Tokenizer, section: str = "dat
     say nothing: only the first of them is kept, and rows without two answers of different rank are dropped.
     """
     return _read(settings, tokenizer, section, _preference)
+
+
+def read_margins(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -> list[Example]:
+    """As `read_preferences`, of a data set in which some row has a margin."""
+    examples = read_preferences(settings, tokenizer, section)
+    if all(answer.margin is None for example in examples for answer in example.answers):
+        raise DataError(
+            f"{section}.path: no row of {settings.path} has a margin; correct the file's keys, or set "
+            "algorithm.margins to false"
+        )
+    return examples
 
 
 def read_scored(settings: Corpus, tokenizer: Tokenizer, section: str = "data") -> list[Example]:
@@ -239,8 +252,8 @@ def _check_not_blank(name: str, text: str) -> None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{name} is {type_name(value)}; give a number")
-    if not math.isfinite(value):
-        raise DataError(f"{name} is {value}; give a finite number")
+    if not abs(value) <= _LARGEST:
+        raise DataError(f"{name} is {str(value):.40}; give a finite number (float32)")
     return float(value)
 
 

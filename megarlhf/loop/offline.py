@@ -8,7 +8,14 @@ from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.runs import DPORun, KTORun, OfflineRun, RewardModelRun
 from megarlhf.data.batches import CorpusBatches, MaskRule
-from megarlhf.data.corpus import attributes_reader, read_demonstrations, read_labelled, read_preferences, read_scored
+from megarlhf.data.corpus import (
+    attributes_reader,
+    read_demonstrations,
+    read_labelled,
+    read_margins,
+    read_preferences,
+    read_scored,
+)  # fmt: skip
 from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
@@ -41,7 +48,8 @@ def reading(settings: OfflineRun) -> Reading:
         how = settings.algorithm
         if how.attributes:
             return Reading(attributes_reader(how.attributes), how.read_at)
-        return Reading(read_scored if how.loss == "regression" else read_preferences, how.read_at)
+        comparisons = read_margins if how.margins else read_preferences
+        return Reading(read_scored if how.loss == "regression" else comparisons, how.read_at)
     if isinstance(settings, DPORun):
         return Reading(read_preferences, "response")
     return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
@@ -91,7 +99,8 @@ def _measure(
     if not limit:
         return None
     if where.path:
-        examples = how.read(replace(settings.data, path=where.path), tokenizer, "statistics")
+        read = read_preferences if how.read is read_margins else how.read  # a margin changes no score
+        examples = read(replace(settings.data, path=where.path), tokenizer, "statistics")
     return ScoreMeasure(model, examples[:limit], settings.reward.micro_batch_tokens)
 
 

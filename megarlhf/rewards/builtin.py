@@ -59,7 +59,7 @@ def format_rule(expression: str) -> Rule:
 
 def max_words_rule(limit: str) -> Rule:
     """1 for responses of at most `limit` words, falling in a line to 0 at twice as many. Raises ConfigError."""
-    if not limit.isdigit() or int(limit) < 1:
+    if not limit.isdecimal() or int(limit) < 1:
         raise ConfigError(f"reward.functions: max_words({limit}): give a whole number of words, 1 or more")
     most = int(limit)
 

@@ -16,7 +16,7 @@ MAX_BOXES, MAX_BOXED_CHARACTERS = 8, 2000
 """Boxes looked at, from the last, and how far their closing brace is looked for."""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|=|:)\s*:?\s*(.+)", re.IGNORECASE)
+_SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|=|:)\s*(?::\s*)?(.+)", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)(?:/\d+)?)%?")
 _PLAIN_MIXED = re.compile(r"(?<![\w./^}])(\d+) (\d+)/(\d+)(?![\d.])")
 _DROPPED = re.compile(

@@ -6,7 +6,6 @@ answered by {"scores": [number, ...]}. What `megarlhf serve` answers is one of t
 
 import http.client
 import json
-import math
 import threading
 import time
 import urllib.error
@@ -21,6 +20,8 @@ from megarlhf.errors import ConfigError, RemoteError
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 MAX_ANSWER_BYTES = 256 * 2**20
+LARGEST = (2 - 2**-23) * 2.0**127
+"""In float32, in which answers are kept; JSON spells larger numbers too, and whole ones beyond all floats."""
 _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -150,7 +151,7 @@ def numbers(answer: dict[str, Any], key: str, count: int, url: str) -> list[Any]
 
 def is_finite_number(value: Any) -> bool:
     """Whether a JSON value is a number that can be reckoned with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _words_of(error: urllib.error.HTTPError) -> str:

@@ -95,12 +95,25 @@ def test_scores_and_labels(examples):
         ("preferences", {"prompt": "a", "responses": ["b", "c"], "ranks": [1, "x"]}, r"ranks\[1\] is a text"),
         ("scored", {"prompt": "a", "response": "b"}, "the row has no score"),
         ("scored", {"prompt": "a", "response": "b", "score": float("nan")}, "score is nan; give a finite"),
+        ("scored", {"prompt": "a", "response": "b", "score": 10**400}, "score is 1000"),
+        ("scored", {"prompt": "a", "response": "b", "score": -1e39}, r"score is -1e\+39; give a finite"),
         ("labelled", {"prompt": "a", "response": "b", "label": "good"}, "label is 'good'"),
     ],
 )
 def test_a_bad_row_is_an_error_with_file_and_line(examples, kind, row, complaint):
     with pytest.raises(DataError, match=rf"corpus\.jsonl:1: .*{complaint}"):
         examples(kind, [row])
+
+
+def test_margins_that_no_row_has_are_an_error(examples):
+    """A misspelt key would otherwise give every comparison the margin 0."""
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "d", "margin": 0},
+    ]
+    assert [example.answers[0].margin for example in examples("margins", rows)] == [None, 0.0]
+    with pytest.raises(DataError, match=r"data\.path: no row of .*corpus\.jsonl has a margin; .* algorithm\.margins"):
+        examples("margins", [{**rows[0], "margins": 1}])
 
 
 def test_all_bad_rows_are_reported_at_once_up_to_a_limit(examples):

@@ -58,6 +58,7 @@ def test_each_command_reads_its_kind_of_rows_at_its_tokens():
     assert [how.mask for how in found] == ["response", "response", "response", "last", "divergence", "last"]
     readers = ["demonstrations", "preferences", "labelled", "preferences", "preferences", "scored"]
     assert [how.read for how in found] == [vars(corpus)[f"read_{name}"] for name in readers]
+    assert reading(RewardModelRun(algorithm=RewardModelling(margins=True))).read == corpus.read_margins
 
 
 def test_sft_reads_answers_alone_and_ends_with_its_epochs(root):

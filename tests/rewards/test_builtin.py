@@ -59,7 +59,12 @@ def test_max_words_falls_in_a_line_beyond_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("spec", "complaint"), [("format((a)", "not a regular expression"), ("max_words(few)", "a whole number of words")]
+    ("spec", "complaint"),
+    [
+        ("format((a)", "not a regular expression"),
+        ("max_words(few)", "a whole number of words"),
+        ("max_words(²)", "a whole number of words"),
+    ],
 )
 def test_a_rule_with_a_wrong_argument_is_a_settings_error(spec, complaint):
     with pytest.raises(ConfigError, match=complaint):

@@ -13,7 +13,7 @@ from megarlhf.config.settings import Reward
 from megarlhf.errors import ConfigError, RemoteError, RewardError
 from megarlhf.records.experience import Experience
 from megarlhf.rewards import remote
-from megarlhf.rewards.remote import Endpoint, check_url, read_token
+from megarlhf.rewards.remote import Endpoint, check_url, is_finite_number, read_token
 from megarlhf.rewards.server import JsonServer, Refusal
 from megarlhf.rewards.sources import names, sources
 
@@ -240,3 +240,9 @@ def test_a_port_that_is_taken_is_a_settings_error():
 def test_sources_are_named_by_what_they_are():
     specs = ["length", "my.rewards:polite", "format(a:b)", "http://me@127.0.0.1:80/score", "length", "other:polite"]
     assert names(specs) == ["length", "polite", "format", "127.0.0.1:80/score", "length_2", "polite_2"]
+
+
+def test_numbers_beyond_float32_are_no_numbers():
+    """JSON spells whole numbers of any size, of which floats know nothing."""
+    assert all(map(is_finite_number, (0, -1.5, 3e38, -(10**38))))
+    assert not any(map(is_finite_number, (10**400, -(10**400), 1e39, float("nan"), float("inf"), True, "1", None)))
