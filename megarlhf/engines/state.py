@@ -38,8 +38,8 @@ class Holdings:
     shapes: Mapping[str, tuple[int, ...]]
     spoken_for: Mapping[Key, set[tuple[str, Box]]]
     """By parameter the (tensor, box) that this rank's data-parallel group writes."""
-    is_first_of_team: bool
-    """This rank writes what its group does not share out."""
+    led: frozenset[Key]
+    """Parameters whose group this rank is the first of: it writes what the group does not share out."""
 
 
 def trained_holdings(model: Model, lora: LoRA) -> Holdings:
@@ -62,12 +62,14 @@ def _holdings(model: Model, held_at, shapes: Mapping[str, tuple[int, ...]]) -> H
     groups = model.groups
     held = [held_at(at) for at in groups.grid.all_coordinates()]
     mine: dict[Key, set[tuple[str, Box]]] = {key: set() for key in held[groups.rank]}
+    led: set[Key] = set()
     for axis, of_experts in (("dp_cp", False), ("expt_dp", True)):  # whose optimizers share a parameter out
         part = [{key: tensor for key, tensor in one.items() if is_expert(key) is of_experts} for one in held]
         for key, name, box in speakers(part, groups.grid.groups(axis))[groups.rank]:
             mine[key].add((name, box))
-    first = min(groups.ranks("dp_cp")) == groups.rank
-    return Holdings(held[groups.rank], shapes, mine, first)
+        if min(groups.ranks(axis)) == groups.rank:
+            led |= part[groups.rank].keys()
+    return Holdings(held[groups.rank], shapes, mine, frozenset(led))
 
 
 def is_expert(key: Key) -> bool:
@@ -188,8 +190,8 @@ def average_shapes(name: str, holdings: Holdings) -> dict[str, tuple[int, ...]]:
 
 
 def average_boxes(name: str, average: Average, holdings: Holdings) -> Iterator[NamedBox]:
-    """This rank's share of an average, which is whole on every data-parallel rank: the first of them writes."""
-    for key, values in average.host.items() if holdings.is_first_of_team else ():
+    """This rank's share of an average, of which every rank of a parameter's group holds all: the first one writes."""
+    for key, values in ((key, average.host[key]) for key in average.host if key in holdings.led):
         for box in named_boxes(holdings.mine[key], values.view(-1), 0, holdings.spoken_for[key]):
             yield NamedBox(f"{name}.{box.name}", box.box, box.values.clone())
 

@@ -33,12 +33,6 @@ def room_violations(settings: AnyRun, cast: dict[str, Role], models: dict[str, A
     run = settings.run
     if not run.checkpoint_every:
         return []
-    spread = [role.setting for name, role in cast.items() if name != "generator" and role.layout.ep > 1]
-    if spread:
-        return [
-            f"run.checkpoint_every: checkpoints of models with expert parallelism ({', '.join(spread)}.ep) are not "
-            "written by this version; set it to 0, or ep to 1"
-        ]
     count = max(1, run.keep_checkpoints) + bool(run.keep_best) + 1
     one = checkpoint_bytes(cast, models)
     place = next(path for path in (Path(run.dir).absolute(), *Path(run.dir).absolute().parents) if path.is_dir())

@@ -55,6 +55,7 @@ NO_TIME = 1e-9
 def toy(single_rank, tmp_path_factory) -> Path:
     root, rng = tmp_path_factory.mktemp("resume"), random.Random(0)
     write_actor(root / "actor")
+    write_llama(root / "mixture", family="mixtral", num_hidden_layers=2)
     write_llama(root / "reward", tied=True, num_hidden_layers=2, num_labels=1, seed=3)
     write_prompts(root / "prompts.jsonl", count=6)
     write_rows(root / "texts.jsonl", [{"text": random_prompt(rng)} for _ in range(3)])
@@ -94,6 +95,17 @@ def grpo(toy: Path, folder: Path) -> GRPORun:
         reference=Reference(follow_rate=0.5),
         algorithm=GRPO(kl_coef=0.05),
         **online(toy, folder) | {"rollout": rollout},
+    )
+
+
+def experts(toy: Path, folder: Path) -> GRPORun:
+    """Each rank holds half of the experts, of the weights, the optimizer and both averages."""
+    run = grpo(toy, folder)
+    return replace(
+        run,
+        actor=Actor(model=str(toy / "mixture"), train=Layout(ep=2), optimizer=FAST, average_decay=0.5),
+        rollout=replace(run.rollout, extra_rounds=0),
+        run=replace(run.run, steps=2, checkpoint_every=2),
     )
 
 
@@ -167,8 +179,15 @@ def numbers(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("command", "settings", "num_ranks", "steps"),
-    [("ppo", ppo, 2, 3), ("grpo", grpo, 2, 3), ("sft", sft, 2, 2), ("rm", rm, 2, 2), ("dpo", dpo, 1, 2)],
-    ids=["ppo", "grpo", "sft", "rm", "dpo"],
+    [
+        ("ppo", ppo, 2, 3),
+        ("grpo", grpo, 2, 3),
+        ("grpo", experts, 2, 2),
+        ("sft", sft, 2, 2),
+        ("rm", rm, 2, 2),
+        ("dpo", dpo, 1, 2),
+    ],
+    ids=["ppo", "grpo", "experts", "sft", "rm", "dpo"],
 )
 def test_a_run_stopped_after_every_step_ends_with_the_same_bits(toy, tmp_path, command, settings, num_ranks, steps):
     whole_run, parts = settings(toy, tmp_path / "whole"), stopped_often(settings(toy, tmp_path), tmp_path / "parts")
@@ -195,18 +214,20 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_bits(toy, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "model"),
     [
-        (Layout(tp=2), Layout(pp=2)),
-        (Layout(), Layout(tp=2, sp=True)),
-        (Layout(pp=2), Layout()),
-        (Layout(cp=2), Layout()),
+        (Layout(tp=2), Layout(pp=2), "actor"),
+        (Layout(), Layout(tp=2, sp=True), "actor"),
+        (Layout(pp=2), Layout(), "actor"),
+        (Layout(cp=2), Layout(), "actor"),
+        (Layout(ep=2), Layout(pp=2), "mixture"),
     ],
-    ids=["tp2-pp2", "dp2-tp2", "pp2-dp2", "cp2-dp2"],
+    ids=["tp2-pp2", "dp2-tp2", "pp2-dp2", "cp2-dp2", "ep2-pp2"],
 )
-def test_another_layout_goes_on_with_the_same_losses(toy, tmp_path, before, after):
+def test_another_layout_goes_on_with_the_same_losses(toy, tmp_path, before, after, model):
     whole_run = sft(toy, tmp_path / "whole", before)
-    whole_run = replace(whole_run, data=replace(whole_run.data, epochs=2))
+    actor = replace(whole_run.actor, model=str(toy / model))
+    whole_run = replace(whole_run, actor=actor, data=replace(whole_run.data, epochs=2))
     run_on_ranks(2, train, "sft", whole_run)
     first = stopped_often(whole_run, tmp_path / "moved")
     run_on_ranks(2, first_launch, "sft", first)
@@ -217,6 +238,40 @@ def test_another_layout_goes_on_with_the_same_losses(toy, tmp_path, before, afte
     assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     norms = [[row["gradient_norm/actor"] for row in metrics(tmp_path / name)] for name in ("whole", "moved")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def short_ppo(toy: Path, folder: Path, before: bool) -> PPORun:
+    """Actor and critic change places: tensor ranks become pipeline stages, and the other way round."""
+    layouts = (Layout(tp=2), Layout(pp=2))
+    actor, critic = layouts if before else layouts[::-1]
+    run = ppo(toy, folder)
+    return replace(
+        run,
+        actor=replace(run.actor, train=actor),
+        critic=replace(run.critic, train=critic),
+        run=replace(run.run, steps=2),
+    )
+
+
+def short_grpo(toy: Path, folder: Path, before: bool) -> GRPORun:
+    run = grpo(toy, folder)
+    layout = Layout() if before else Layout(tp=2, sp=True)
+    return replace(run, actor=replace(run.actor, train=layout), run=replace(run.run, steps=2))
+
+
+@pytest.mark.parametrize(("command", "settings"), [("ppo", short_ppo), ("grpo", short_grpo)], ids=["ppo", "grpo"])
+def test_policies_go_on_in_another_layout_with_the_same_losses(toy, tmp_path, command, settings):
+    run_on_ranks(2, train, command, settings(toy, tmp_path / "whole", True))
+    run_on_ranks(2, first_launch, command, stopped_often(settings(toy, tmp_path, True), tmp_path / "moved"))
+    run_on_ranks(2, train, command, settings(toy, tmp_path / "moved", False))
+    expected, found = numbers(tmp_path / "whole")[1], numbers(tmp_path / "moved")[1]
+    losses = [name for name in expected if name.startswith("loss/") or name.startswith("gradient_norm/")]
+    assert "gradient_norm/actor" in losses and any(abs(expected[name]) > 1e-3 for name in losses)
+    for name in losses:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    samples = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("whole", "moved")]
+    texts = [[json.loads(line)["response"] for line in lines] for lines in samples]
+    assert texts[0] == texts[1]
 
 
 def test_checkpoints_written_in_the_background_are_the_same(toy, tmp_path):
