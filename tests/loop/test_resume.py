@@ -40,7 +40,6 @@ from tests.learning.toy import (
     random_prompt,
     train,
     write_actor,
-    write_prompts,
     write_rows,
 )
 from tests.tiny import write_llama
@@ -57,7 +56,8 @@ def toy(single_rank, tmp_path_factory) -> Path:
     write_actor(root / "actor")
     write_llama(root / "mixture", family="mixtral", num_hidden_layers=2)
     write_llama(root / "reward", tied=True, num_hidden_layers=2, num_labels=1, seed=3)
-    write_prompts(root / "prompts.jsonl", count=6)
+    prompts = ("tjqo", "abhp", "zwon", "kwlz", "cjqs", "yrme")  # half of them have no signal
+    write_rows(root / "prompts.jsonl", [{"prompt": prompt, "id": number} for number, prompt in enumerate(prompts)])
     write_rows(root / "texts.jsonl", [{"text": random_prompt(rng)} for _ in range(3)])
     answers = [(random_prompt(rng), answer(rng, ANSWER_TOKENS), answer(rng, 0)) for _ in range(5)]
     write_rows(root / "shown.jsonl", [{"prompt": prompt, "response": good} for prompt, good, _ in answers])
@@ -206,6 +206,8 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_bits(toy, tmp_path, c
     assert expected.keys() == found.keys() and any("exp_avg_sq" in name for name in found)
     different = [name for name in expected if not torch.equal(expected[name], found[name])]
     assert not different
+    learner = "reward" if command == "rm" else "actor"
+    assert all(row[f"gradient_norm/{learner}"] > 0 for row in numbers(tmp_path / "whole"))
     names = {"hf", "hf_average"} if command in ("ppo", "grpo") else {"hf"}
     for name in names | ({"hf_lora"} if command == "dpo" else set()):
         file = "adapter_model.safetensors" if name == "hf_lora" else "model.safetensors"
@@ -256,7 +258,12 @@ def short_ppo(toy: Path, folder: Path, before: bool) -> PPORun:
 def short_grpo(toy: Path, folder: Path, before: bool) -> GRPORun:
     run = grpo(toy, folder)
     layout = Layout() if before else Layout(tp=2, sp=True)
-    return replace(run, actor=replace(run.actor, train=layout), run=replace(run.run, steps=2))
+    return replace(
+        run,
+        actor=replace(run.actor, train=layout),
+        algorithm=replace(run.algorithm, num_epochs=2),
+        run=replace(run.run, steps=2),
+    )
 
 
 @pytest.mark.parametrize(("command", "settings"), [("ppo", short_ppo), ("grpo", short_grpo)], ids=["ppo", "grpo"])
