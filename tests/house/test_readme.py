@@ -12,7 +12,7 @@ from megarlhf.config.load import load_command
 from megarlhf.config.runs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "examples/README.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document: Path) -> list[str]:
@@ -77,3 +77,12 @@ def test_the_table_of_commands_is_whole():
 def test_make_targets_exist(target):
     assert re.search(rf"`make {target}`|^make {target}$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+def test_every_guide_is_reached_from_the_readme():
+    links = set(re.findall(r"\]\((docs/[^)#]+)\)", (ROOT / "README.md").read_text()))
+    assert links == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_readme_is_short_enough_to_be_read():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
