@@ -1,5 +1,6 @@
 """Runs that sample from the policy they train: PPO and the algorithms without a critic."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from megarlhf.telemetry.spans import Spans
 from megarlhf.weights.adapters import trained_parameters
 from megarlhf.weights.exchange import Resharder
 from megarlhf.weights.load import load_weights
+
+_log = logging.getLogger(__name__)
 
 MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("logp", "reference", "learn_actor"), ("actor",)),
@@ -140,6 +143,8 @@ def _judge_and_critic(
         model = workshop.model(cast["critic"])
         if is_shared:
             judge = Judge(_exchanged(settings, cast, model, residency), ("critic",))
+        if model.groups.rank == 0:
+            _tell_scale(settings, cast)
         learners["critic"] = learner(model, settings.critic, updates, settings.run.seed)
         house_learner(residency, "critic", learners["critic"])
     if "reward" in cast and not is_shared:
@@ -147,6 +152,21 @@ def _judge_and_critic(
         house_weights(residency, "reward", model)
         judge = Judge(_reward_scorer(settings.reward, model), ("reward",))
     return judge, learners
+
+
+def _tell_scale(settings: PPORun, cast: dict[str, Role]) -> None:
+    """Warns of a critic that starts from the reward model's head: it says scores as they are before normalisation."""
+    critic, has_time = cast["critic"], settings.algorithm.critic_warmup_steps > 0
+    if has_time or critic.folder != settings.reward.model or critic.new_head == "always":
+        return
+    statistics = score_rule(settings.reward.model, settings.reward.attribute_weights, normalise=True).statistics
+    if statistics is not None and settings.reward.normalise:
+        _log.warning(
+            "critic: it starts with the reward model's head, whose scores have mean %.3g and deviation %.3g, while "
+            "rewards are normalised to 0 and 1: let it learn alone at first (algorithm.critic_warmup_steps), or set "
+            "reward.normalise to false",
+            *(statistics.mean[0], statistics.std[0]),
+        )
 
 
 def _exchanged(

@@ -13,9 +13,21 @@ from megarlhf.config.algorithms import GRPO, PPO
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
 from megarlhf.config.runs import GRPORun
-from megarlhf.config.settings import Actor, Data, Optimizer, PPORun, Pretraining, Reference, Reward, Rollout, Run
+from megarlhf.config.settings import (
+    Actor,
+    Critic,
+    Data,
+    Optimizer,
+    PPORun,
+    Pretraining,
+    Reference,
+    Reward,
+    Rollout,
+    Run,
+)  # fmt: skip
 from tests.distributed.pool import run_on_ranks
 from tests.learning.toy import write_actor, write_prompts
+from tests.tiny import write_llama
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +172,29 @@ def test_prompts_without_signal_are_replaced(toy, tmp_path):
     samples = [json.loads(line) for line in (tmp_path / "dynamic/samples.jsonl").read_text().splitlines()]
     assert all(row["prompt"][0] <= "m" for row in samples), "a group without signal was trained on"
     assert [row["episode"] for row in metrics(tmp_path / "dynamic")] == [16, 32, 48]
+
+
+def test_a_critic_on_another_scale_than_its_rewards_is_told(single_rank, toy, tmp_path, caplog):
+    """The reward model's head gives raw scores, of which rewards are the normalised ones."""
+    from megarlhf.algorithms.catalogue import ALGORITHMS
+    from megarlhf.loop.online import build_online
+    from megarlhf.telemetry.report import Reporter
+
+    judge = write_llama(tmp_path / "judge", num_labels=1, megarlhf_score_mean=[3.0], megarlhf_score_std=[0.25])
+
+    settings = PPORun(
+        actor=Actor(model=str(toy / "actor")),
+        reward=Reward(model=str(judge)),
+        data=Data(prompts=str(toy / "prompts.jsonl"), max_prompt_tokens=8),
+        run=Run(dir=str(tmp_path / "run"), steps=3, tensorboard=False),
+    )
+
+    def is_told(**changes) -> bool:
+        caplog.clear()
+        build_online(replace(settings, **changes), ALGORITHMS["ppo"], 1, Reporter(()))
+        return "scores have mean 3 and deviation 0.25" in caplog.text
+
+    assert is_told()
+    assert not is_told(reward=Reward(model=str(judge), normalise=False))
+    assert not is_told(algorithm=PPO(critic_warmup_steps=1))
+    assert not is_told(critic=Critic(new_head="always")) and not is_told(critic=Critic(model=str(toy / "actor")))
