@@ -158,6 +158,10 @@ def _answered(row: Row, encoder: Encoder, number: int) -> Draft:
 
 
 def _preference(row: Row, encoder: Encoder, number: int) -> Draft:
+    if "responses" in row and ("chosen" in row or "rejected" in row):
+        raise DataError(
+            f"a row has chosen and rejected, or responses and ranks; this one has keys of both ({sorted(row)})"
+        )
     return _ranking(row, encoder, number) if "responses" in row else _pair(row, encoder, number)
 
 

@@ -93,6 +93,7 @@ def test_scores_and_labels(examples):
         ("preferences", {"prompt": "a", "responses": ["b", "c"], "ranks": [1, 2, 3]}, "2 responses have 3 ranks"),
         ("preferences", {"prompt": "a", "responses": ["b", 1], "ranks": [1, 2]}, r"responses\[1\] is a number"),
         ("preferences", {"prompt": "a", "responses": ["b", "c"], "ranks": [1, "x"]}, r"ranks\[1\] is a text"),
+        ("preferences", {"prompt": "a", "responses": ["b", "c"], "ranks": [1, 2], "chosen": "d"}, "has keys of both"),
         ("scored", {"prompt": "a", "response": "b"}, "the row has no score"),
         ("scored", {"prompt": "a", "response": "b", "score": float("nan")}, "score is nan; give a finite"),
         ("scored", {"prompt": "a", "response": "b", "score": 10**400}, "score is 1000"),
