@@ -126,9 +126,10 @@ def rank_objects(architecture: Architecture, layout: Layout, pp: int) -> list[st
                 place = _place(architecture, weight.local, layers)
                 index, sizes = place.axes or (0,), _axis_sizes(architecture, place) or (1,)
                 state = f"._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
-                module = place.key.rpartition(".")[0]
-                names.append(module + state)
-                names.append(module.replace("self_attention.linear_proj", "self_attention.core_attention") + state)
+                for name in (place, *_own_norm(architecture, place)):
+                    module = name.key.rpartition(".")[0]
+                    names.append(module + state)
+                    names.append(module.replace("self_attention.linear_proj", "self_attention.core_attention") + state)
     return list(dict.fromkeys(names))
 
 

@@ -70,6 +70,13 @@ def test_states_that_transformer_engines_layers_ask_for_are_there_once(tmp_path)
     }
 
 
+def test_the_norm_before_experts_has_its_state_under_both_of_its_names(tmp_path):
+    write_megatron(tiny.write_llama(tmp_path / "hf", family="mixtral"), tmp_path / "megatron", Layout())
+    objects = TorchDistFolder(tmp_path / "megatron").objects
+    for module in ("pre_mlp_layernorm", "mlp.linear_fc1"):
+        assert {f"decoder.layers.{module}._extra_state/shard_{layer}_4" for layer in range(4)} <= set(objects)
+
+
 def test_two_processes_write_the_same_files_as_one(tmp_path):
     source = tiny.write_llama(tmp_path / "hf", num_shards=3)
     for workers in (1, 2):
