@@ -33,9 +33,9 @@ _MAX_WORKERS = 4
 """By default: a disk is not faster for more."""
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser whose help opens with the command's idea."""
-    return argparse.ArgumentParser(description=description.strip().splitlines()[0])
+def parser(tool: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose help opens with the idea of the tool, which is a name as `megarlhf convert` knows it."""
+    return argparse.ArgumentParser(prog=f"megarlhf convert {tool}", description=description.strip().splitlines()[0])
 
 
 def positive(text: str) -> int:

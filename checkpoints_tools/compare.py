@@ -13,7 +13,7 @@ from checkpoints_tools import command
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the differences; 0 when there is none, 1 when there is one."""
-    parser = command.parser(__doc__)
+    parser = command.parser("compare", __doc__)
     parser.add_argument("first", metavar="A", help="Hugging Face folder or torch_dist checkpoint")
     parser.add_argument("second", metavar="B", help="the same")
     command.add_config(parser, "--config-a")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from checkpoints_tools import command
 
 
-def main(words: Sequence[str] | None = None, description: str = __doc__) -> int:
+def main(words: Sequence[str] | None = None, tool: str = "hf-to-megatron", description: str = __doc__) -> int:
     """Convert, and say where it is."""
-    parser = command.parser(description)
+    parser = command.parser(tool, description)
     command.add_conversion(parser)
     command.add_layout(parser)
     given = parser.parse_args(words)
@@ -29,7 +29,8 @@ def main(words: Sequence[str] | None = None, description: str = __doc__) -> int:
         dtype=command.dtype_of(given.dtype),
         progress=ByteProgress(sys.stderr),
     )
-    print(f"{given.target}: a torch_dist checkpoint, in blocks for tp {given.tp}, pp {given.pp} (any layout loads it)")
+    sizes = f"tp {given.tp}, pp {given.pp}" + (f", vp {given.vp}" if given.vp > 1 else "")
+    print(f"{given.target}: a torch_dist checkpoint, in blocks for {sizes} (any layout loads it)")
     return command.DONE
 
 

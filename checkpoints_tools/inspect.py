@@ -11,7 +11,7 @@ from checkpoints_tools import command
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the report; 0 when the checkpoint is whole, 1 when its config.json asks for something else."""
-    parser = command.parser(__doc__)
+    parser = command.parser("inspect", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="Hugging Face folder or torch_dist checkpoint")
     command.add_config(parser)
     parser.add_argument("--fingerprint", action="store_true", help="hash every tensor (reads everything)")

@@ -11,7 +11,7 @@ from checkpoints_tools import command
 
 def main(words: Sequence[str] | None = None) -> int:
     """Convert, and say where it is."""
-    parser = command.parser(__doc__)
+    parser = command.parser("megatron-to-hf", __doc__)
     command.add_conversion(parser)
     size = "bytes of a safetensors file (5 GiB by default)"
     parser.add_argument("--max-shard-bytes", type=command.positive, default=5 * 2**30, help=size)

@@ -10,7 +10,7 @@ from checkpoints_tools import command, hf_to_megatron
 
 def main(words: Sequence[str] | None = None) -> int:
     """Lay out, and say where it is: the same work, since a source is read alike in either format."""
-    return hf_to_megatron.main(words, __doc__)
+    return hf_to_megatron.main(words, "relayout", __doc__)
 
 
 if __name__ == "__main__":

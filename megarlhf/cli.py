@@ -1,14 +1,17 @@
 """`megarlhf COMMAND ...`: finds the command, runs it, and turns its errors into a list and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad settings or input, 75 saved and to be started again, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 bad settings or input, 75 saved and to be started again, 130 interrupted, 141 nobody
+reads the output any more (`| head`).
 """
 
 import ast
+import contextlib
 import difflib
 import importlib
 import logging
 import os
 import pkgutil
+import select
 import sys
 import time
 import traceback
@@ -20,6 +23,7 @@ from megarlhf.errors import ConfigError, MegarlhfError, Requeue
 from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
 
 INTERRUPTED = 130
+OUTPUT_CLOSED = 141
 _LET_FIRST_S = 20
 
 
@@ -42,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _output_is_closed():
+            traceback.print_exc()
+            return FAILED
+        return OUTPUT_CLOSED
     except Exception:
         # Not one of ours: the traceback is the report.
         traceback.print_exc()
@@ -58,7 +67,8 @@ def run() -> None:
     code = main()
     if code == BAD_INPUT and not _is_first_here():
         time.sleep(_LET_FIRST_S)
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
     os._exit(code)
@@ -118,6 +128,13 @@ def _print_error(error: MegarlhfError) -> None:
     elif _is_first_here():
         for violation in error.violations:
             _say(violation)
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of this process's standard output has gone; else it was another pipe or connection."""
+    poll = select.poll()
+    poll.register(sys.__stdout__.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _say_once(message: str) -> None:

@@ -10,11 +10,19 @@ from megarlhf.errors import ConfigError
 
 SUMMARY = "say what is wrong with a recipe: megarlhf check [COMMAND] FILE.yaml [--ranks N] [--dotted.flags]"
 
+_USAGE = f"""usage: {SUMMARY.partition(": ")[2]}
+
+  --ranks  ranks to check for (default: those of this launch, or the fewest that hold whole copies of all models)
+
+Finds what a launch would find before it loads weights: settings, layouts, model folders, tokenizers, data files, reward
+functions, room on the disk. COMMAND is the training command that FILE.yaml is for; needed where several would take it.
+Exit codes: 0 nothing is wrong, 2 the errors printed."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Prints what a launch would find, and versions; returns 0 when nothing is wrong. Raises ConfigError otherwise."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: {SUMMARY.partition(': ')[2]}")
+        print(_USAGE)
         return 0 if argv else 2
     ranks, words = _ranks(list(argv))
     command, words = (words[0], words[1:]) if words and words[0] in COMMANDS else (_command_of(words), words)

@@ -72,7 +72,8 @@ def launch(shared: str = "") -> list[Finding]:
     clocks = _gathered(time.time())
     spread = max(clocks) - min(clocks)
     found.append(Finding("clocks", f"within {spread:.1f} s of each other", is_problem=spread > 5))
-    found.append(_bandwidth())
+    if world > 1:
+        found.append(_bandwidth())
     return found + ([_shared_folder(Path(shared))] if shared else [])
 
 

@@ -108,10 +108,10 @@ def metrics(records: Sequence[Record]) -> dict[str, float]:
 
 def table(records: Sequence[Record]) -> str:
     """The records as text, a line per stage; bytes are over all ranks."""
-    lines = [f"{'stage':14}{'device':>12}{'host':>12}{'disk':>12}{'peak':>12}{'moved in':>12}{'out':>12}{'seconds':>9}"]
+    lines = [f"{'stage':18}{'device':>12}{'host':>12}{'disk':>12}{'peak':>12}{'moved in':>12}{'out':>12}{'seconds':>9}"]
     for record in records:
         numbers = [record.bytes_at(place) for place in PLACES]
         numbers += [record.peak_bytes, record.bytes_in, record.bytes_out]
         cells = "".join(f"{gib(number) if number else '-':>12}" for number in numbers)
-        lines.append(f"{record.stage:14}{cells}{record.move_s:9.2f}")
+        lines.append(f"{record.stage:18}{cells}{record.move_s:9.2f}")
     return "\n".join(lines)

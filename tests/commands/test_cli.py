@@ -1,6 +1,7 @@
 """The command line: commands, help, exit codes and how errors look."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -122,6 +123,16 @@ def test_show_without_something_to_show_is_code_two(words, capsys):
 def test_python_m_ends_with_the_same_code():
     result = subprocess.run([sys.executable, "-m", "megarlhf", "shwo"], capture_output=True, text=True)
     assert result.returncode == 2 and "did you mean show?" in result.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_without_a_traceback(unbuffered):
+    words = [sys.executable, "-m", "megarlhf", "--help"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode in (0, 141)  # 0: all of it was still in the buffer
 
 
 def test_a_failure_does_not_wait_for_threads_that_are_left(tmp_path):
