@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from megarlhf import device
 
     device.prepare()
-    from megarlhf.loop.agreement import agreements, heading, line, planned_cases
+    from megarlhf.loop.layouts_agree import agreements, heading, line, planned_cases
 
     planned, wrong = planned_cases(settings, options)
     num_ranks = max(case.num_ranks for case in planned)

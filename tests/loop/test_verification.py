@@ -34,7 +34,7 @@ def write_recipe(folder):
 
 def trials(settings: PPORun, batch) -> dict:
     from megarlhf.algorithms.catalogue import PPO
-    from megarlhf.loop.agreement import trained_roles
+    from megarlhf.loop.layouts_agree import trained_roles
     from megarlhf.loop.objectives import objective
     from megarlhf.loop.verification import Trial
 
@@ -48,8 +48,8 @@ def trials(settings: PPORun, batch) -> dict:
 def reference(rank: int, world_size: int, folder):
     """(batch, what one process computes, by model)."""
     from megarlhf.algorithms.catalogue import PPO
-    from megarlhf.loop.agreement import trained_roles
     from megarlhf.loop.frozen import frozen_batch
+    from megarlhf.loop.layouts_agree import trained_roles
     from megarlhf.loop.verification import measure
 
     settings = recipe(folder)
@@ -59,7 +59,7 @@ def reference(rank: int, world_size: int, folder):
 
 def compared(rank: int, world_size: int, folder, batch, expected, layout: Layout, injure=None):
     """What the first rank finds, by model; `injure(rank)` is called before, and what it returns afterwards."""
-    from megarlhf.loop.agreement import Agreement
+    from megarlhf.loop.layouts_agree import Agreement
     from megarlhf.loop.verification import Gaps, measure
 
     settings, case = recipe(folder), Case(f"{layout}", layout, world_size, 32)
