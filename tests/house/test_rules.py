@@ -1,6 +1,7 @@
 """The house rules that a machine can check: who may import whom, lengths, and doors that stay shut."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -142,3 +143,20 @@ def loaded_after(statement: str) -> set[str]:
 def test_importing_the_package_and_its_settings_loads_nothing_heavy():
     loaded = loaded_after("import megarlhf, megarlhf.errors, megarlhf.config.settings, megarlhf.config.layout")
     assert "megarlhf" in loaded and not loaded & {"torch", "transformers", "megatron", "numpy"}
+
+
+def test_names_imported_from_the_package_are_there():
+    """Imports inside functions too, which nothing checks before they run."""
+    missing = []
+    for path in sorted([*(ROOT / "megarlhf").rglob("*.py"), *(ROOT / "checkpoints_tools").glob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or not (node.module or "").startswith("megarlhf"):
+                continue
+            module = ROOT / node.module.replace(".", "/")
+            file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+            text = file.read_text() if file.exists() else ""
+            for name in (alias.name for alias in node.names):
+                is_module = (module / name).is_dir() or (module / f"{name}.py").exists()
+                if not is_module and not re.search(rf"\b{re.escape(name)}\b", text):
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}")
+    assert not missing
