@@ -27,6 +27,7 @@ from megarlhf.device.world import (
     join_world,
     launched_world_size,
     leave_world,
+    meet,
     side_store,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "join_world",
     "launched_world_size",
     "leave_world",
+    "meet",
     "side_store",
     "matmul_float32",
     "memory_allocated_bytes",

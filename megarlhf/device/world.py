@@ -1,6 +1,7 @@
 """Joining and leaving torch.distributed: from a launcher's environment, or a world of one without a launcher."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,14 +16,51 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "launch with `torchrun --nproc-per-node N -m megarlhf ...`"
 
 
-def join_world(timeout_s: float = 600) -> tuple[int, int]:
-    """Join the process group of all ranks (collective over the world); returns (rank, world size). Idempotent.
+def meet(timeout_s: float = 600) -> tuple[int, int, dist.Store]:
+    """(rank, world size, the store of all launched ranks), before any of them touches a device. Collective.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; with neither RANK nor WORLD_SIZE set,
-    the world is this process alone. Raises ConfigError, naming the launch command, when only some are set.
+    the world is this process alone. Raises ConfigError: only some are set; the port is taken or no port; the first
+    rank cannot be reached, or ranks are missing, within `timeout_s`.
+    """
+    rank, world_size, store = place_in_world()
+    if store is not None:
+        return rank, world_size, store
+    place = " and ".join(f"{name} {os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not os.environ["MASTER_PORT"].isdigit() or not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
+        raise ConfigError(f"environment: MASTER_PORT is {os.environ['MASTER_PORT']!r}, a port is 1 to 65535; {_LAUNCH}")
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as problem:
+        raise ConfigError(_why_not_met(str(problem), place, rank, world_size, timeout_s)) from problem
+    return rank, world_size, store
+
+
+def _why_not_met(problem: str, place: str, rank: int, world_size: int, timeout_s: float) -> str:
+    here = f"rank {rank} on {socket.gethostname()}"
+    if "EADDRINUSE" in problem:
+        return (
+            f"environment: {place}: {here} cannot open this port, another program has it; set MASTER_PORT to a free "
+            "one, or let torchrun choose one with --standalone (one machine) or --rdzv-endpoint HOST:PORT"
+        )
+    if "waiting for clients" in problem:
+        return (
+            f"environment: {place}: not all of the WORLD_SIZE {world_size} ranks came to {here} in {timeout_s:g} s; "
+            "see that all were started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+        )
+    return (
+        f"environment: {place}: {here} got no answer there in {timeout_s:g} s; MASTER_ADDR must be rank 0's machine by "
+        "a name that all others know, and MASTER_PORT a port that its firewall lets through"
+    )
+
+
+def join_world(timeout_s: float = 600, store: dist.Store | None = None) -> tuple[int, int]:
+    """Join the process group of all ranks (collective over the world); returns (rank, world size). Idempotent.
+
+    `store`: where the ranks have met, when they have. Raises ConfigError as `meet` does.
     """
     if not dist.is_initialized():
-        rank, world_size, store = place_in_world()
+        rank, world_size, store = meet(timeout_s) if store is None else (*place_in_world()[:2], store)
         device = {"device_id": current()} if has_gpu() else {}
         dist.init_process_group(
             backend(), rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_s), **device
@@ -50,9 +88,8 @@ class Worlds:
 
     def __init__(self, timeout_s: float = 3600):
         """`timeout_s` bounds every collective, and how long a rank waits until its next world begins."""
-        self.rank, self.size, store = place_in_world()
+        self.rank, self.size, self._store = meet(timeout_s)
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = store or next(rendezvous("env://", self.rank, self.size, timeout=self._timeout))[0]
         self._count = 0
 
     @contextmanager

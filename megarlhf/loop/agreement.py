@@ -1,8 +1,11 @@
-"""One run, one program: all ranks have the same settings, code and packages, or none of them starts."""
+"""One run, one program: all ranks have the same settings, code, packages and files, or none of them starts."""
 
 import json
 import socket
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from hashlib import blake2b
 
 import torch.distributed as dist
@@ -10,7 +13,9 @@ import torch.distributed as dist
 from megarlhf.config.load import to_dict
 from megarlhf.config.runs import AnyRun
 from megarlhf.device.versions import versions
-from megarlhf.errors import ConfigError
+from megarlhf.errors import ConfigError, PeerError
+
+_LEAVE_S = 10
 
 
 def require_agreement(settings: AnyRun, group: dist.ProcessGroup) -> None:
@@ -37,4 +42,37 @@ def disagreements(everyone: list[tuple[str, dict[str, str]]]) -> list[str]:
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""
             move = "give all ranks the same file and flags" if name == "settings" else "install the same everywhere"
             found.append(f"{name}: most ranks have {usual}, but {', '.join(others[:4])}{more}; {move}")
+    return found
+
+
+def found_anywhere(mine: Sequence[str], store: dist.Store, rank: int, world_size: int) -> list[str]:
+    """What is wrong on any rank, given what is wrong on this one; the same on all. Collective, by the store alone.
+
+    Raises PeerError when a rank does not say in the time that the ranks had for meeting.
+    """
+    try:
+        store.set(f"preflight/{rank}", json.dumps([socket.gethostname(), list(mine)]))
+        if rank == 0:
+            everyone = [json.loads(store.get(f"preflight/{other}")) for other in range(world_size)]
+            store.set("preflight/all", json.dumps(merged_violations(everyone)))
+        found = json.loads(store.get("preflight/all"))
+    except dist.DistError as problem:
+        raise PeerError(f"not all ranks said whether they can start: {problem}") from problem
+    if found:  # the first rank may keep the store, so it leaves last
+        store.set(f"preflight/heard/{rank}", "")
+        if rank == 0:
+            with suppress(dist.DistError):
+                heard = [f"preflight/heard/{other}" for other in range(world_size)]
+                store.wait(heard, timedelta(seconds=_LEAVE_S))
+    return found
+
+
+def merged_violations(everyone: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Violations of all ranks, given (host, violations) of each: once each, with the ranks where not all have it."""
+    found = []
+    for sentence in dict.fromkeys(sentence for _, mine in everyone for sentence in mine):
+        holders = [f"rank {rank} on {host}" for rank, (host, mine) in enumerate(everyone) if sentence in mine]
+        more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
+        is_on_all = len(holders) == len(everyone)
+        found.append(sentence if is_on_all else f"{', '.join(holders[:4])}{more}: {sentence}")
     return found

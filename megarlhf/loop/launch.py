@@ -9,13 +9,18 @@ from megarlhf.config.algorithm_check import algorithm_warnings
 from megarlhf.config.filled import filled
 from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
 from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
-from megarlhf.errors import ConfigError, Requeue
+from megarlhf.errors import ConfigError, PeerError, Requeue
 from megarlhf.telemetry.status import BAD_INPUT, recorded, try_write_status
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from megarlhf.loop.stopping import Stopping
 
 Follow = Callable[[Callable[[], tuple[str, float]]], None]
+
+_MEET_S, _WRONG_MEET_S = 600, 60
+"""How long ranks wait for each other before the start; one that cannot start anyway waits less."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,22 +33,15 @@ def launch(command: str, argv: Sequence[str]) -> int:
     if "--dry-run" in argv or "--dry_run" in argv:
         return _dry_run(command, [word for word in argv if word not in ("--dry-run", "--dry_run")])
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
-    settings, violations = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
+    settings, store = _agreed(command, argv)
     folder = Path(settings.run.dir)
-    _refuse(folder, violations)
     from megarlhf import device
-
-    world_size = device.launched_world_size()
-    device.prepare()
-    from megarlhf.loop.preflight import preflight
-
-    _refuse(folder, preflight(settings, world_size, " ".join([command, *argv])))
     from megarlhf.loop.stopping import Stopping
     from megarlhf.loop.watch import Watch
 
     stopping = Stopping()
     stopping.listen()
-    rank, world_size = device.join_world()
+    rank, world_size = device.join_world(store=store)
     limit_s = 60 * settings.run.stage_timeout_minutes
     watch = Watch(device.side_store(), rank, world_size, limit_s, lambda code, why: try_write_status(folder, code, why))
     watch.start()
@@ -60,6 +58,38 @@ def launch(command: str, argv: Sequence[str]) -> int:
     watch.stop()
     device.leave_world()
     return 0
+
+
+def _agreed(command: str, argv: Sequence[str]) -> tuple[AnyRun, "dist.Store"]:
+    """The settings, which no rank finds wrong, and the store where the ranks met. Collective. Raises ConfigError.
+
+    What only one rank finds, because a file is missing on its machine, ends all of them with the same report.
+    """
+    settings, found = None, []
+    try:
+        settings, found = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
+    except ConfigError as problem:
+        found = list(problem.violations)
+    from megarlhf import device
+    from megarlhf.loop.agreement import found_anywhere
+
+    world_size = device.launched_world_size()
+    if not found:
+        device.prepare()
+        from megarlhf.loop.preflight import preflight
+
+        found = preflight(settings, world_size, " ".join([command, *argv]))
+    folder = Path(settings.run.dir) if settings is not None else None
+    if found and world_size == 1:
+        _refuse(folder, found)
+    try:
+        rank, world_size, store = device.meet(_WRONG_MEET_S if found else _MEET_S)
+        anywhere = found_anywhere(found, store, rank, world_size)
+    except (ConfigError, PeerError):
+        _refuse(folder, found)  # this rank's own, when the others cannot be asked
+        raise
+    _refuse(folder, anywhere)
+    return settings, store
 
 
 def _dry_run(command: str, argv: Sequence[str]) -> int:
@@ -129,13 +159,14 @@ def run_training(
         print(ending(keeper.before, after, folder, run.memory, is_policy=algorithm.actor_loss is not None))
 
 
-def _refuse(folder: Path, violations: list[str]) -> None:
+def _refuse(folder: Path | None, violations: list[str]) -> None:
     """Raises ConfigError when something is wrong.
 
-    status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run.
+    status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run. `folder`
+    is None where the settings could not be read.
     """
     if not violations:
         return
-    if not (folder / "metrics.jsonl").exists():
+    if folder is not None and not (folder / "metrics.jsonl").exists():
         try_write_status(folder, BAD_INPUT, "\n".join(violations))
     raise ConfigError(violations)

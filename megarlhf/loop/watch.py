@@ -106,8 +106,9 @@ class Watch:
             gone = [rank for rank, sign in before.items() if self._sign(rank) == sign]
             words = [self._describe(rank, "is gone: it was killed, or its machine lost") for rank in gone]
             self._tell("; ".join(words) or reason(error), FAILED)
+        problem = json.loads(self._store.get("failure"))["problem"]
         self._end()
-        return PeerError(json.loads(self._store.get("failure"))["problem"])
+        return PeerError(problem)
 
     def _run(self) -> None:
         number = 1
@@ -118,8 +119,9 @@ class Watch:
                 if not self._store.check(["failure"]):
                     self._look()
                 if self._store.check(["failure"]) and not self._is_leaving.is_set():
+                    code = json.loads(self._store.get("failure"))["code"]
                     self._end()
-                    self._exit(json.loads(self._store.get("failure"))["code"])
+                    self._exit(code)
             except (RuntimeError, OSError):
                 if self._is_leaving.wait(_GONE_S):  # the main thread finds out by itself
                     return
@@ -179,6 +181,7 @@ class Watch:
             deadline = time.monotonic() + 2 * _COLLECT_S
             while time.monotonic() < deadline and not self._store.check(["merged"]):
                 time.sleep(0.1)
+            self._store.set(f"read/{self._rank}", "")
 
     def _answers(self, rank: int) -> bool:
         deadline = time.monotonic() + _COLLECT_S
@@ -204,6 +207,11 @@ class Watch:
         print("\n".join([f"megarlhf: the run failed: {failure['problem']}", *lines]), file=sys.stderr, flush=True)
         self._told(failure["code"], failure["problem"])
         self._store.set("merged", "1")
+        # The store may end with this rank: the others, who would take that for its death, go first.
+        others = [f"read/{report.rank}" for report in reports if report.rank != self._rank]
+        deadline = time.monotonic() + _COLLECT_S
+        while others and time.monotonic() < deadline and not self._store.check(others):
+            time.sleep(0.05)
 
     def _where(self) -> str:
         """File, line and function that the main thread is in."""

@@ -1,5 +1,8 @@
 """Reward functions that tests name as a user would: `tests.loop.plugin:FUNCTION`."""
 
+import time
+from itertools import count
+
 
 def capitals(prompts: list[str], responses: list[str], metadata: list[dict]) -> list[float]:
     """The share of characters that are capital letters."""
@@ -10,3 +13,13 @@ def capitals_after_a_to_m(prompts: list[str], responses: list[str], metadata: li
     """As `capitals` where the prompt begins with one of a to m; the same score for all responses elsewhere."""
     scores = capitals(prompts, responses, metadata)
     return [score if prompt[0] <= "m" else 0.5 for prompt, score in zip(prompts, scores, strict=True)]
+
+
+_calls = count(1)
+
+
+def asleep(prompts: list[str], responses: list[str], metadata: list[dict]) -> list[float]:
+    """Falls asleep in its fourth call."""
+    if next(_calls) >= 4:
+        time.sleep(600)
+    return capitals(prompts, responses, metadata)

@@ -1,0 +1,152 @@
+"""A launch as its launcher sees it: whole processes, signals to them, exit codes, status.json and what they print."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf.telemetry.status import read_status
+from tests.distributed.pool import free_port
+from tests.learning.toy import write_actor, write_prompts
+from tests.loop.kill_ranks import rank_process
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.loop.kill_ranks"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """More steps than anyone waits for."""
+    root = tmp_path_factory.mktemp("launch")
+    write_actor(root / "actor")
+    write_prompts(root / "prompts.jsonl", count=6)
+    settings = {
+        "actor": {"model": str(root / "actor"), "train": {"pp": 2}},
+        "reward": {"functions": ["tests.loop.plugin:capitals"]},
+        "rollout": {"batch_size": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+        "data": {"prompts": str(root / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "run": {"steps": 10000, "tensorboard": False},
+    }
+    (root / "toy.yaml").write_text(yaml.safe_dump(settings))
+    return root / "toy.yaml"
+
+
+class Launch:
+    """Two ranks of `megarlhf grpo`, each a process; `extra` are the words that only rank 1 is given."""
+
+    def __init__(self, processes, recipe: Path, folder: Path, *words: str, extra: tuple[str, ...] = ()):
+        self.folder, port, self.log = folder, free_port(), folder.with_name("log")
+        command = ["grpo", str(recipe), "--run.dir", str(folder), *words]
+        self.ranks = []
+        for rank in range(2):
+            arguments = (rank, 2, port, command + (list(extra) if rank == 1 else []), str(self.log), None)
+            self.ranks.append(processes.Process(target=rank_process, args=arguments))
+            self.ranks[-1].start()
+
+    def codes(self, num_ranks: int = 2) -> list[int | None]:
+        """Exit codes of the first ranks, once these have ended."""
+        for rank in self.ranks[:num_ranks]:
+            rank.join(PATIENCE_S)
+        found = [rank.exitcode for rank in self.ranks[:num_ranks]]
+        for rank in self.ranks:
+            rank.kill()
+        return found
+
+    def told(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def await_steps(self) -> None:
+        await_steps(self.folder, lambda: all(rank.is_alive() for rank in self.ranks), self.told)
+
+
+def here() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+
+
+def await_steps(folder: Path, is_alive, told) -> None:
+    """Until the run has taken two steps."""
+    deadline = time.monotonic() + PATIENCE_S
+    file = folder / "metrics.jsonl"
+    while not file.exists() or file.read_text().count("\n") < 2:
+        assert is_alive() and time.monotonic() < deadline, told()
+        time.sleep(0.1)
+
+
+def test_what_one_rank_lacks_ends_all_with_one_report(processes, recipe, tmp_path):
+    launch = Launch(processes, recipe, tmp_path / "run", extra=("--data.prompts", str(tmp_path / "none.jsonl")))
+    assert launch.codes(1) == [2], launch.told()  # the other one leaves it the first word, for its launcher's sake
+    assert re.search(r"megarlhf: error: rank 1 on \S+: data.prompts: .*none.jsonl is not there; give", launch.told())
+    assert launch.told().count("none.jsonl is not there") == 1
+    code, why = read_status(tmp_path / "run")
+    assert code == 2 and "rank 1 on" in why
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_saves_and_asks_to_be_started_again(processes, recipe, tmp_path, number):
+    launch = Launch(processes, recipe, tmp_path / "run")
+    launch.await_steps()
+    os.kill(launch.ranks[1].pid, number)
+    assert launch.codes() == [75, 75], launch.told()
+    code, why = read_status(tmp_path / "run")
+    assert code == 75 and re.fullmatch(rf"requeue: stopped by {number.name} after saving step \d+; the same .*", why)
+    assert launch.told().count(why) == 1
+    step = int(re.search(r"step (\d+)", why)[1])
+    assert (tmp_path / f"run/checkpoints/step_{step}").is_dir()
+
+
+def test_a_stage_that_takes_too_long_ends_all_ranks_and_is_named(processes, recipe, tmp_path):
+    launch = Launch(
+        processes,
+        recipe,
+        tmp_path / "run",
+        "--run.stage_timeout_minutes",
+        "0.2",
+        "--reward.functions",
+        "tests.loop.plugin:asleep",
+    )
+    assert launch.codes() == [1, 1], launch.told()
+    code, why = read_status(tmp_path / "run")
+    sentence = r"rank \d: stage reward has taken \d+ s, more than run.stage_timeout_minutes 0.2; it is at \S+:\d+ \(.*"
+    assert code == 1 and re.search(sentence, why), (why, launch.told())
+    assert launch.told().count("megarlhf: the run failed: ") == 1
+
+
+def test_an_interrupted_torchrun_leaves_no_rank_behind(recipe, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "megarlhf", "grpo", str(recipe), "--run.dir", str(folder)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | here(), start_new_session=True)
+    try:
+        await_steps(folder, lambda: process.poll() is None, log.read_text)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        start = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # a terminal tells everyone
+        assert process.wait(30) != 0 and time.monotonic() - start < 15
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    ours = [line for line in log.read_text().splitlines() if line.startswith("megarlhf: ")]
+    assert 1 <= len(ours) <= 2 and all("interrupted" in line for line in ours), log.read_text()
+    assert read_status(folder)[0] not in (0, None)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
