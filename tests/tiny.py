@@ -130,15 +130,15 @@ _NORMS = {"olmo2": ("post_attention", "post_feedforward"), "gemma2": _SANDWICH, 
 
 
 def _linears(config: dict, query: int, key: int) -> dict[str, tuple[int, ...]]:
+    """The order counts: it is the order in which random weights are drawn, and learning tests know theirs."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    shapes = {"self_attn.o_proj.weight": (hidden, query), "mlp.down_proj.weight": (hidden, ffn)}
+    out, down = {"self_attn.o_proj.weight": (hidden, query)}, {"mlp.down_proj.weight": (hidden, ffn)}
     if config["model_type"] == "phi3":
         joined = {"self_attn.qkv_proj.weight": (query + 2 * key, hidden), "mlp.gate_up_proj.weight": (2 * ffn, hidden)}
-        return shapes | joined
-    shapes |= {f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")}
-    return shapes | {
-        f"self_attn.{letter}_proj.weight": (rows, hidden) for letter, rows in zip("qkv", (query, key, key), strict=True)
-    }
+        return out | joined | down
+    first = {"self_attn.q_proj.weight": (query, hidden)} | out
+    key_value = {f"self_attn.{letter}_proj.weight": (key, hidden) for letter in "kv"}
+    return first | key_value | {f"mlp.{which}_proj.weight": (ffn, hidden) for which in ("gate", "up")} | down
 
 
 def write_llama(

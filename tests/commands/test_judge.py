@@ -183,7 +183,7 @@ def test_everything_wrong_is_told_at_once(folders, tmp_path):
 
 def test_a_reward_model_is_no_judge(folders, settings, tmp_path):
     reward = write_llama(tmp_path / "reward", num_labels=1)
-    with pytest.raises(ConfigError, match="--judge: .* is a SequenceClassification model"):
+    with pytest.raises(ConfigError, match="--judge: .* has a score head, which writes nothing"):
         require_valid(folders["policy"], replace(settings, judge=str(reward)), 1)
 
 
