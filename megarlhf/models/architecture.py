@@ -6,6 +6,7 @@ layouts fit) is here too: it needs sizes only, neither torch nor weights.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -331,9 +332,8 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
     counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
     counts += tuple(name for name in ("sliding_window_pattern",) if _own(config, name) is not None)
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
-    problems += found(
-        ("rms_norm_eps", "rope_theta", "rope_local_base_freq"), lambda value: type(value) in (int, float), "a number"
-    )
+    numbers = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
+    problems += found(numbers, lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
     own = tuple(name for name in _SCALARS if _own(config, name) is not None)
     problems += found(own, lambda value: type(value) in (int, float) and value > 0, "a number above 0")
     if "sliding_window" in MODEL_TYPES[config["model_type"]].defaults:

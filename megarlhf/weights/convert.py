@@ -65,11 +65,11 @@ def write_megatron(
 
     Any layout can load it. Weights keep their dtype unless `dtype` is given (a value head keeps it anyway). A source
     that is itself a checkpoint is laid out anew; one without a tokenizer is refused, unless `without_tokenizer`. What
-    an earlier run of the same left unfinished is gone on with.
+    an earlier run of the same left unfinished is gone on with. A `target` that is a link is written where it points.
     Raises CheckpointError or LayoutError before anything is written, and CheckpointError, ConversionError or OSError,
     leaving no target behind, when it cannot be finished.
     """
-    source, target = _opened(source_path, config, without_tokenizer), Path(target)
+    source, target = _opened(source_path, config, without_tokenizer), Path(target).resolve()
     require_layout(source.architecture, layout, "--tp/--pp/--vp")
     plan, blocks = megatron_plan(source, layout, dtype)
 
@@ -99,7 +99,7 @@ def write_hugging_face(
 
     Arguments and errors as for `write_megatron`.
     """
-    source, target = _opened(source_path, config, without_tokenizer), Path(target)
+    source, target = _opened(source_path, config, without_tokenizer), Path(target).resolve()
     plan = hugging_face_plan(source, dtype, max_shard_bytes)
 
     def finish(partial: Path) -> None:

@@ -75,6 +75,7 @@ def megatron_plan(source: Source, layout: Layout, dtype: torch.dtype | None) -> 
                     blocks.append(block)
                     at = unit.offset + unit.num_bytes
             plan.sizes[file] = at
+    _require_one_dtype(source, blocks)
     plan.units = [unit for _, unit in sorted(placed, key=lambda pair: pair[0])]
     return plan, blocks
 
@@ -92,6 +93,20 @@ def _units_of(share: Share, source: Source, dtype: torch.dtype | None, file: str
         )
         at += archive.num_bytes
     return found
+
+
+def _require_one_dtype(source: Source, blocks: list[Block]) -> None:
+    """All layers' weights of a kind are one tensor of the checkpoint, which has one dtype."""
+    found: dict[str, set[str]] = {}
+    for block in blocks:
+        if block.box is not None:
+            found.setdefault(block.name, set()).add(str(block.dtype))
+    for name, dtypes in sorted(found.items()):
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{source.tensors.path}: the layers of {name}, one tensor of the checkpoint, have several dtypes "
+                f"({', '.join(sorted(dtypes))}); give --dtype"
+            )
 
 
 def _common_dtype(share: Share, source: Source, dtype: torch.dtype | None) -> torch.dtype:

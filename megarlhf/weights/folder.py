@@ -143,6 +143,9 @@ def _read_index(path: Path) -> dict[str, str]:
     is_map = isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values())
     if not listed or not is_map:
         raise CheckpointError(f"{path}: weight_map lists no files; download the folder again")
+    outside = sorted({file for file in listed.values() if Path(file).is_absolute() or ".." in Path(file).parts})
+    if outside:
+        raise CheckpointError(f"{path}: lists {_some(outside)}, outside of the folder; download the folder again")
     return listed
 
 

@@ -97,7 +97,7 @@ def copy_companions(source: Path, target: Path) -> None:
     for pattern in COMPANIONS:
         for file in sorted(source.glob(pattern)):
             if file.is_dir():
-                shutil.copytree(file, target / file.name)
+                shutil.copytree(file, target / file.name, dirs_exist_ok=True)  # an earlier run may have got here
             else:
                 shutil.copyfile(file, target / file.name)
 

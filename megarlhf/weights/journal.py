@@ -29,7 +29,7 @@ class Journal:
     def __init__(self, target: Path):
         self._path = journal_of(target)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = self._path.open("a+", encoding="utf-8")
+        self._stream = self._path.open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as problem:
@@ -47,8 +47,11 @@ class Journal:
                 entries.append(json.loads(line))
             except ValueError:
                 break  # the line that the end came in
-        about = entries[0] if entries else {}
-        return about, {(entry["file"], entry["offset"]): entry["crc32"] for entry in entries[1:]}
+        try:
+            about = dict(entries[0]) if entries else {}
+            return about, {(entry["file"], entry["offset"]): entry["crc32"] for entry in entries[1:]}
+        except (KeyError, TypeError, ValueError):
+            return {}, {}  # another program's file
 
     def begin(self, about: Mapping[str, Any], done: Iterable[tuple[Unit, int]] = ()) -> None:
         """Start anew: what this run is about, and what of an earlier run it keeps."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megarlhf.errors import CheckpointError
 from megarlhf.weights.archive import Archive
 from megarlhf.weights.boxes import Box, LocalTensor, Piece, intersect, move, num_elements, slices, whole
 
@@ -142,8 +143,21 @@ def _assembled(content: LocalTensor, dtype: torch.dtype, tensors: Tensors) -> to
     """A tensor from its pieces; what no piece covers is padding, zero. A single piece is not copied."""
     if len(content.pieces) == 1 and content.pieces[0].target == whole(content.shape):
         piece = content.pieces[0]
-        return tensors.read(piece.hf_name, piece.source).to(dtype).contiguous()
+        return _cast(piece.hf_name, tensors.read(piece.hf_name, piece.source), dtype).contiguous()
     result = torch.zeros(content.shape, dtype=dtype)
     for piece in content.pieces:
-        result[slices(piece.target)] = tensors.read(piece.hf_name, piece.source)
+        result[slices(piece.target)] = _cast(piece.hf_name, tensors.read(piece.hf_name, piece.source), dtype)
     return result
+
+
+def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in another dtype. Raises CheckpointError where a number would become infinite."""
+    cast = values.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
+        lost = cast.isinf() & values.isfinite()
+        if lost.any():
+            largest = float(values[lost].abs().max())
+            raise CheckpointError(
+                f"{name}: holds {largest:.3g}, too large for {dtype}; give --dtype bf16 or fp32, or none"
+            )
+    return cast

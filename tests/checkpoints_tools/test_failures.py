@@ -48,6 +48,12 @@ def cut_short(file):
     file.write_bytes(data[: len(data) * 2 // 3])
 
 
+def move_shard_outside(folder):
+    (folder / SHARD).rename(folder.parent / SHARD)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(SHARD, f"../{SHARD}"))
+
+
 def remove_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -72,6 +78,18 @@ HF_FAILURES = {
         ["model-0000", NORM, "[31]", "[32]", "use a matching pair"],
     ),
     "two dtypes in one weight": (halve_keys, ["k_proj", "float16", "give --dtype"]),
+    "a layer of another dtype": (
+        lambda f: edit_weights(f, lambda weights: weights.update({NORM: weights[NORM].bfloat16()})),
+        ["linear_qkv.layer_norm_weight", "bfloat16", "float32", "give --dtype"],
+    ),
+    "an index that leaves the folder": (
+        lambda f: move_shard_outside(f),
+        ["model.safetensors.index.json", f"../{SHARD}", "outside of the folder"],
+    ),
+    "a number that is none": (
+        lambda f: edit_config(f, rms_norm_eps=float("nan")),
+        ["config.json", "rms_norm_eps is nan", "finite number"],
+    ),
     "no tokenizer": (remove_tokenizer, ["tokenizer.json", "--without-tokenizer"]),
     "an unknown architecture": (
         lambda f: edit_config(f, model_type="mamba"),
@@ -243,3 +261,67 @@ def test_a_killed_process_leaves_no_target_and_the_next_one_goes_on(tmp_path):
     write_megatron(source, target, Layout(), progress=progress)
     assert "going on with what an earlier run left" in progress.said[0]
     assert command.guarded(compare.main, [str(source), str(target)]) == command.DONE
+
+
+@pytest.mark.parametrize("left", [b"\xff\xfe\x00\n", b'{"a": 1}\n{"x": 1}\n', b"[]\n3\n", b'"x"\n'])
+def test_a_journal_that_is_none_is_not_believed(tmp_path, left):
+    source, target = tiny.write_llama(tmp_path / "source"), tmp_path / "target"
+    journal_of(target).write_bytes(left)
+    partial_of(target).mkdir()
+    assert command.guarded(hf_to_megatron.main, [str(source), str(target)]) == command.DONE
+    assert command.guarded(compare.main, [str(source), str(target)]) == command.DONE
+
+
+def test_an_interrupt_at_the_very_end_can_be_gone_on_from(tmp_path, monkeypatch):
+    source, target = tiny.write_llama(tmp_path / "source"), tmp_path / "target"
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tools.jinja").write_text("{{ tools }}")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megarlhf.weights.convert.finish_folder", interrupted)
+        assert command.guarded(hf_to_megatron.main, [str(source), str(target)]) == command.INTERRUPTED
+    assert command.guarded(hf_to_megatron.main, [str(source), str(target)]) == command.DONE
+    assert (target / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_written_where_it_points(tmp_path, is_there):
+    source, place, link = tiny.write_llama(tmp_path / "source"), tmp_path / "place", tmp_path / "link"
+    if is_there:
+        place.mkdir()
+    link.symlink_to(place)
+    assert command.guarded(hf_to_megatron.main, [str(source), str(link)]) == command.DONE
+    assert link.is_symlink() and (place / ".metadata").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "place", "source"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_no_number_keeps_its_bits_in_a_tied_copy_too(tmp_path, dtype):
+    source = tiny.write_llama(tmp_path / "source", dtype=dtype, tied=True)
+    weights = load_file(source / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    bits = embedding.view({4: torch.int32, 2: torch.int16}[dtype.itemsize])
+    special = torch.tensor([float("inf"), float("-inf"), -0.0, float("nan")], dtype=dtype)
+    embedding[3, :4] = special
+    bits[3, 4] = bits[3, 3] + 1  # a NaN with another payload
+    save_file(weights | {"lm_head.weight": embedding.clone()}, source / "model.safetensors", metadata={"format": "pt"})
+    write_megatron(source, tmp_path / "megatron", Layout(tp=2))
+    write_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == weights.keys()
+    for name, tensor in back.items():
+        assert torch.equal(tensor.view(torch.uint8), weights[name].view(torch.uint8)), name
+
+
+def test_a_cast_that_would_make_a_number_infinite_is_refused(tmp_path, capsys):
+    source = tiny.write_llama(tmp_path / "source")
+    edit_weights(source, lambda weights: weights[NORM].__setitem__(5, 1e6))
+    words = [str(source), str(tmp_path / "target"), "--dtype"]
+    assert command.guarded(hf_to_megatron.main, [*words, "fp16"]) == command.BAD_INPUT
+    message = capsys.readouterr().err
+    assert NORM in message and "1e+06, too large for torch.float16" in message and "--dtype bf16" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert command.guarded(hf_to_megatron.main, [*words, "bf16"]) == command.DONE
