@@ -1,6 +1,8 @@
 """Logits of a checkpoint by megatron-core against those of the folder it came from by transformers."""
 
+import io
 import json
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from checkpoints_tools import command, compare
 from megarlhf.config.layout import Layout
 from megarlhf.weights.convert import write_megatron
 from tests import tiny
+from tests.families import VARIANTS
 
 TEXT = ["--text", "A text to read.", "--tokens", "3 17 99 0 5"]
 
@@ -56,6 +59,44 @@ def test_swapped_gate_and_up_are_seen(pair, tmp_path, capsys):
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     assert outcome(pair[1], other, *TEXT) == command.FAILED
     assert "2 differ" in (said := capsys.readouterr().out) and said.count("APART") == 2
+
+
+def swap_gate_and_up(weights):
+    names = [name for name in weights if name.startswith("model.layers.1.") and "gate_proj" in name]
+    for gate, up in [(name, name.replace("gate_proj", "up_proj")) for name in names]:
+        weights[gate], weights[up] = weights[up].clone(), weights[gate].clone()
+
+
+def roll_heads(weights):
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights[name] = weights[name].roll(tiny.HEAD_DIM, 0)
+
+
+WRONG = {
+    "epsilon": {"rms_norm_eps": 1e-2},
+    "theta": {"rope_theta": 9000.0},
+    "gate and up": swap_gate_and_up,
+    "heads": roll_heads,
+}
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "llama"])
+def test_of_every_sort_of_family_a_wrong_reading_is_seen_after_conversion(tmp_path, single_rank, kind):
+    settings = VARIANTS.get(kind, {"family": kind})
+    source = tiny.write_llama(tmp_path / "hf", **settings)
+    write_megatron(source, tmp_path / "megatron", Layout(tp=2, pp=2))
+    ids = ("--tokens", " ".join(map(str, range(2, 60))))
+    assert outcome(source, tmp_path / "megatron", *ids) == command.DONE
+    for what, change in WRONG.items():
+        fields = change if isinstance(change, dict) else {}
+        other = tiny.write_llama(tmp_path / what, **settings | fields)
+        if not fields:
+            weights = load_file(other / "model.safetensors")
+            change(weights)
+            save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+        with redirect_stdout(io.StringIO()) as said:
+            assert outcome(other, tmp_path / "megatron", *ids) == command.FAILED, what
+        assert "APART" in said.getvalue(), what
 
 
 def test_without_a_tokenizer_ids_are_asked_for(pair, tmp_path, capsys):

@@ -6,9 +6,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from checkpoints_tools import command, hf_to_megatron, megatron_to_hf
 from megarlhf.config.layout import Layout
+from megarlhf.models.architecture import Architecture
 from megarlhf.models.forward import full_logits
 from megarlhf.weights.export import export_model
+from megarlhf.weights.hf_config import COMPANIONS
 from tests.distributed.pool import run_on_ranks
 from tests.models.helpers import load_on_rank, reference_logits, stream, through_stages
 
@@ -75,3 +78,24 @@ def test_all_272_tensors_come_back_bit_for_bit(tmp_path, rows):
     assert found.keys() == original.keys() and len(found) == 272
     assert all(torch.equal(found[name], original[name].float()) for name in original)
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (FOLDER / "tokenizer.json").read_bytes()
+
+
+def test_the_converter_gives_back_every_bit_and_every_file_of_the_tokenizer(tmp_path):
+    import transformers
+
+    there = [str(FOLDER), str(tmp_path / "megatron"), "--tp", "3", "--pp", "2", "--workers", "2"]
+    assert command.guarded(hf_to_megatron.main, there) == command.DONE
+    assert command.guarded(megatron_to_hf.main, [str(tmp_path / "megatron"), str(tmp_path / "back")]) == command.DONE
+    found, original = tensors_of(tmp_path / "back"), tensors_of(FOLDER)
+    assert found.keys() == original.keys() and len(found) == 272
+    for name, tensor in original.items():
+        assert tensor.dtype == found[name].dtype and tensor.shape == found[name].shape
+        assert torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8)), name
+    kept = [file.name for pattern in COMPANIONS for file in FOLDER.glob(pattern)]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(kept)
+    for name in kept:
+        assert (tmp_path / "back" / name).read_bytes() == (FOLDER / name).read_bytes(), name
+    assert Architecture.from_folder(tmp_path / "back") == Architecture.from_folder(FOLDER)
+    one, other = (transformers.AutoConfig.from_pretrained(path) for path in (FOLDER, tmp_path / "back"))
+    for field in ("rms_norm_eps", "hidden_size", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+        assert getattr(one, field) == getattr(other, field), field
