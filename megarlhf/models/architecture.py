@@ -333,7 +333,7 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
     counts += tuple(name for name in ("sliding_window_pattern",) if _own(config, name) is not None)
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
     numbers = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
-    problems += found(numbers, lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+    problems += found(numbers, lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
     own = tuple(name for name in _SCALARS if _own(config, name) is not None)
     problems += found(own, lambda value: type(value) in (int, float) and value > 0, "a number above 0")
     if "sliding_window" in MODEL_TYPES[config["model_type"]].defaults:

@@ -103,6 +103,8 @@ def write_unit(unit: Unit, tensors: Tensors, folder: Path) -> int:
             head, tail = unit.archive.around(crc)
             _write(descriptor, memoryview(head), unit.offset)
             _write(descriptor, memoryview(tail), at)
+    except OSError as problem:  # writing by descriptor does not say where
+        raise OSError(problem.errno, problem.strerror, str(folder / unit.file)) from problem
     finally:
         os.close(descriptor)
     return crc

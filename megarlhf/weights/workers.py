@@ -102,7 +102,7 @@ def _serve(connection: Connection, tensors: Tensors, folder: Path) -> None:
     while True:
         try:
             unit = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the parent is gone
             return
         if unit is None:
             return

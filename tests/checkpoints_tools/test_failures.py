@@ -1,6 +1,8 @@
 """What can go wrong, a row each: the exit code, what the message names, and no target that looks complete."""
 
+import errno
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -88,7 +90,7 @@ HF_FAILURES = {
     ),
     "a number that is none": (
         lambda f: edit_config(f, rms_norm_eps=float("nan")),
-        ["config.json", "rms_norm_eps is nan", "finite number"],
+        ["config.json", "rms_norm_eps is nan", "expected a number"],
     ),
     "no tokenizer": (remove_tokenizer, ["tokenizer.json", "--without-tokenizer"]),
     "an unknown architecture": (
@@ -168,6 +170,18 @@ def test_no_room_for_a_file_leaves_nothing(tmp_path, capsys):
         assert command.guarded(hf_to_megatron.main, [str(source), str(tmp_path / "target")]) == command.FAILED
     message = capsys.readouterr().err
     assert "File too large" in message and "make room or choose another disk" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_that_fills_up_is_told_with_the_file(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = tiny.write_llama(tmp_path / "source")
+    monkeypatch.setattr(os, "pwrite", full)
+    assert command.guarded(hf_to_megatron.main, [str(source), str(tmp_path / "target")]) == command.FAILED
+    message = capsys.readouterr().err
+    assert ".target.partial/__0_0.distcp" in message and "make room or choose another disk" in message
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
