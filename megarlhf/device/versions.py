@@ -2,25 +2,21 @@
 
 import platform
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import megarlhf
+from megarlhf.device.packages import installed
 from megarlhf.device.setup import has_gpu
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
+_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "transformer-engine", "transformer-engine-torch")
 
 
 def versions() -> dict[str, str]:
     """Package -> version; `none` for one that is not installed. `code` is a digest of megarlhf's own source files."""
     found = {"megarlhf": megarlhf.__version__, "code": code_digest(), "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
+    found |= {package: installed(package) or "none" for package in _PACKAGES}
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu() else "none"
     return found
 

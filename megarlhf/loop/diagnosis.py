@@ -1,7 +1,5 @@
 """What a machine, and a launch of several, has to offer: packages, GPUs, network, and what ranks see of each other."""
 
-import hashlib
-import platform
 import secrets
 import socket
 import time
@@ -12,12 +10,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-import megarlhf
 from megarlhf import device
 from megarlhf.device.gpus import describe_gpus
-from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, installed, package_violations
+from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, package_violations
+from megarlhf.device.versions import versions
 
-PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "transformer-engine", "transformer-engine-torch")
 PROBE_BYTES = 64 * 2**20
 """Of the all-reduce that is timed."""
 
@@ -33,8 +30,7 @@ class Finding:
 
 def machine() -> list[Finding]:
     """Packages, kernels, GPUs and network interfaces of this process's machine. Touches no GPU memory."""
-    found = [Finding("python", platform.python_version()), Finding("megarlhf", megarlhf.__version__)]
-    found += [Finding(name, installed(name) or "not installed") for name in PACKAGES]
+    found = [Finding(name, version) for name, version in versions().items()]
     found.append(Finding("apex kernels (amp_C)", "yes" if has_real_apex() else "no: torch's are used"))
     found.append(Finding("fused weight gradients", "yes" if has_fused_weight_gradients() else "no"))
     gpus = describe_gpus()
@@ -66,8 +62,9 @@ def launch(shared: str = "") -> list[Finding]:
     world = dist.get_world_size()
     hosts = _gathered(socket.gethostname())
     found = [Finding("ranks", f"{world} on {len(set(hosts))} machine(s): {', '.join(dict.fromkeys(hosts))}")]
-    found.append(_same("versions", "; ".join(f"{name} {installed(name)}" for name in PACKAGES)))
-    found.append(_same("code", code_hash()))
+    mine = versions()
+    found.append(_same("code", mine.pop("code")))
+    found.append(_same("versions", "; ".join(f"{name} {version}" for name, version in mine.items())))
     dist.barrier()
     clocks = _gathered(time.time())
     spread = max(clocks) - min(clocks)
@@ -75,15 +72,6 @@ def launch(shared: str = "") -> list[Finding]:
     if world > 1:
         found.append(_bandwidth())
     return found + ([_shared_folder(Path(shared))] if shared else [])
-
-
-def code_hash() -> str:
-    """Of all of megarlhf's source files, for telling machines with different code apart."""
-    root = Path(megarlhf.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _same(name: str, mine: str) -> Finding:

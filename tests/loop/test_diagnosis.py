@@ -14,7 +14,7 @@ def findings(rank: int, world_size: int, shared: str) -> dict[str, tuple[str, bo
 def test_ranks_of_one_machine_agree(tmp_path):
     one, other = run_on_ranks(2, findings, str(tmp_path / "shared"))
     assert one["ranks"] == other["ranks"] and one["ranks"][0].startswith("2 on 1 machine(s)")
-    assert one["torch"][0].startswith("2.") and one["transformer-engine"][0] == "not installed"
+    assert one["torch"][0].startswith("2.") and one["transformer-engine"][0] == "none"
     assert one["versions"] == ("the same on all ranks", False) and one["code"][0].startswith("the same on all ranks (")
     assert one[f"folder {tmp_path}/shared"] == ("seen by all ranks", False)
     assert not list((tmp_path / "shared").iterdir())
