@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.config.check import ranks_needed
+from megarlhf.config.command import command_of
 from megarlhf.config.load import file_and_flags, load_leniently
 from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
@@ -25,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0 if argv else 2
     ranks, words = _ranks(list(argv))
-    command, words = (words[0], words[1:]) if words and words[0] in COMMANDS else (_command_of(words), words)
+    if not words:
+        raise ConfigError(f"check: expected a recipe; {SUMMARY}")
+    command = words.pop(0) if words[0] in COMMANDS else command_of(words, "check")
     settings, wrong = load_leniently(COMMANDS[command], *file_and_flags(words), prog=f"megarlhf check {command}")
     if wrong:
         raise ConfigError(wrong)
@@ -56,21 +59,3 @@ def _ranks(words: list[str]) -> tuple[int, list[str]]:
     if not given.isdigit() or int(given) < 1:
         raise ConfigError(f"--ranks: {given!r} is no number of ranks; give a whole number of 1 or more")
     return int(given), words[:at] + words[at + 2 :]
-
-
-def _command_of(words: list[str]) -> str:
-    """The one command that takes every setting of the file. Raises ConfigError when none or several do."""
-    file, flags = file_and_flags(words)
-    if file is None:
-        raise ConfigError(f"check: expected a recipe; {SUMMARY}")
-    wrong = {
-        name: load_leniently(kind, file, flags, prog=f"megarlhf check {name}")[1] for name, kind in COMMANDS.items()
-    }
-    fitting = [name for name, found in wrong.items() if not found]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        raise ConfigError(
-            f"check: {file} could be for {', '.join(fitting)}; say which: megarlhf check {fitting[0]} {file}"
-        )
-    return min(wrong, key=lambda name: len(wrong[name]))

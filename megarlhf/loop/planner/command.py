@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarlhf.config.check import ranks_needed
 from megarlhf.config.check import violations as setting_violations
+from megarlhf.config.command import command_of
 from megarlhf.config.load import file_and_flags, load_leniently
 from megarlhf.config.runs import COMMANDS, AnyRun
 from megarlhf.errors import ConfigError
@@ -89,7 +90,7 @@ def plan_command(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return DONE if words else BAD_INPUT
-    command = words.pop(0) if words[0] in COMMANDS else command_of(words)
+    command = words.pop(0) if words[0] in COMMANDS else command_of(words, "plan")
     return dry_run(command, words, options)
 
 
@@ -130,21 +131,6 @@ def question_of(command: str, settings: AnyRun, options: Options, file: str | No
         reserve_gib=options.number("--reserve-gib", 0 if gpu.name == "cpu" else RESERVE_GIB, least=0),
         validate="--reshard" in options.switches,
     )
-
-
-def command_of(words: Sequence[str]) -> str:
-    """The one training command that takes these settings. Raises ConfigError when none or several do."""
-    file, flags = file_and_flags(words)
-    wrong = {name: load_leniently(cls, file, flags)[1] for name, cls in COMMANDS.items()}
-    able = [name for name, found in wrong.items() if not found]
-    if len(able) == 1:
-        return able[0]
-    if able:
-        raise ConfigError(
-            f"{file or 'plan'}: settings that {', '.join(able)} take alike; say which: megarlhf plan {able[0]} "
-            f"{file or 'FILE.yaml'}"
-        )
-    raise ConfigError(min(wrong.values(), key=len))
 
 
 def _shown(plan: Plan, options: Options) -> str:

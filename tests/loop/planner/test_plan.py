@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megarlhf.cli import main
+from megarlhf.config.command import command_of
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import PPORun
-from megarlhf.loop.planner.command import Options, command_of, question_of
+from megarlhf.loop.planner.command import Options, question_of
 from megarlhf.loop.planner.gpus import GPUS, gpu_named
 from megarlhf.loop.planner.models import COUNTED_FAMILIES, uncounted
 from megarlhf.loop.planner.plan import make_plan
@@ -171,7 +172,7 @@ def test_search_offers_what_fits_quickest_first(recipe, capsys):
 
 
 def test_the_command_is_found_by_the_settings_it_takes():
-    assert command_of([str(ROOT / "examples/llama3.1_70b_ppo.yaml")]) == "ppo"
+    assert command_of([str(ROOT / "examples/llama3.1_70b_ppo.yaml")], "plan") == "ppo"
 
 
 def test_settings_that_several_commands_take_need_its_name(tmp_path, capsys):
