@@ -43,16 +43,23 @@ def test_greedy_equals_transformers_for_a_ragged_batch(name, folders, greedy_tex
         )
 
 
-def generate_on_rank(_rank, world_size, folders):
+EXPERTS = ("mixtral", "qwen3_moe with dense layers")
+EXPERT_LAYOUTS = (Layout(tp=2), Layout(tp=2, ep=2), Layout(pp=2))
+CASES = [(ON_RANKS, LAYOUTS), (EXPERTS, EXPERT_LAYOUTS)]
+
+
+def generate_on_rank(_rank, world_size, folders, names, layouts):
     found = {}
-    for name in ON_RANKS:
-        for layout in LAYOUTS:
+    for name in names:
+        for layout in layouts:
             generator = Generator(build(folders[name], layout, world_size), 4)
             found[name, layout] = tokens_of(generator.generate(REQUESTS, GREEDY))
     return found
 
 
-def test_greedy_equals_transformers_on_two_ranks(folders, greedy_texts):
-    for rank in run_on_ranks(2, generate_on_rank, folders):
+@pytest.mark.parametrize(("names", "layouts"), CASES, ids=["dense", "experts"])
+def test_greedy_equals_transformers_on_two_ranks(folders, greedy_texts, names, layouts):
+    for rank in run_on_ranks(2, generate_on_rank, folders, names, layouts):
+        assert len(rank) == len(names) * len(layouts)
         for (name, layout), texts in rank.items():
             assert texts == greedy_texts[name], (name, layout)
