@@ -35,6 +35,8 @@ from megarlhf.models.model_types import MODEL_TYPES, Windows
 from megarlhf.models.quantisation_config import quantisation_problems
 from megarlhf.models.rope_config import Rope, read_rope, read_window_rope, rope_problems
 
+_MOST_LAYERS = 10_000
+"""A slip of the pen beyond this would be worked through layer by layer."""
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DEFAULTS = {"hidden_act": "silu"}
 _SCALARS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -332,6 +334,8 @@ def _mistyped(config: dict[str, Any]) -> list[str]:
     counts = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
     counts += tuple(name for name in ("sliding_window_pattern",) if _own(config, name) is not None)
     problems = found(counts, lambda value: type(value) is int and value > 0, "a whole number above 0")
+    few = f"at most {_MOST_LAYERS}"
+    problems += found(("num_hidden_layers",), lambda value: type(value) is not int or value <= _MOST_LAYERS, few)
     numbers = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
     problems += found(numbers, lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
     own = tuple(name for name in _SCALARS if _own(config, name) is not None)

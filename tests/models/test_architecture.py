@@ -168,3 +168,8 @@ def test_a_config_that_is_no_object_says_so(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         Architecture.from_folder(tmp_path)
+
+
+def test_a_number_of_layers_that_cannot_be_meant_is_refused_at_once():
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000; expected at most 10000"):
+        Architecture.from_hf(tiny.tiny_config(num_hidden_layers=10**9))
