@@ -18,7 +18,7 @@ norm: it keeps a float32 copy of the input and the normed input instead.
 
 from dataclasses import dataclass
 
-from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.loop.planner.models import PlannedModel, columns_at_work
 from megarlhf.models.architecture import padded_vocab, stage_layers
 from megarlhf.weights.transfers import ITEM_BYTES
 
@@ -127,7 +127,7 @@ class _Layer:
             attention += 4 * tokens * groups if fused_norms else _norm(tokens * groups, size, item, fused_norms)
             attention -= 0 if fused_norms or item < 4 else tokens * key * item  # in float32 the input is the projection
         attention += _unfused(model, load, query, key)
-        self.feed_forward = 4 * tokens * item * architecture.ffn_hidden_size // layout.tp
+        self.feed_forward = int(4 * tokens * item * columns_at_work(architecture) / layout.tp) + _routed(model, tokens)
         adapters = _adapters(model, tokens) * item
         dropout = 2 * share * width if model.dropout else 0
         norms = 2 * architecture.pre_norms + 2 * architecture.post_norms
@@ -139,6 +139,16 @@ class _Layer:
             self.kept, self.recomputed = everything - self.feed_forward, self.feed_forward
         else:
             self.kept, self.recomputed = self.residual, everything
+
+
+def _routed(model: PlannedModel, tokens: int) -> int:
+    """Of a layer, on average: four hidden states a token and chosen expert, sorted to the experts, as these give them,
+    sorted back, and weighted. Routing is taken to be even; megatron-core's indexes are left out."""
+    mixture = model.architecture.mixture
+    if mixture is None:
+        return 0
+    rows = tokens // model.layout.tp * mixture.top_k * len(mixture.layers) // model.architecture.num_layers
+    return 4 * rows * model.architecture.hidden_size * ITEM_BYTES[model.dtype]
 
 
 def _unfused(model: PlannedModel, load: Load, query: int, key: int) -> int:

@@ -42,4 +42,7 @@ def packed_bytes(model: PlannedModel, at: Coordinates) -> int:
     (chunk,) = rank_parameters(model, at)
     is_tied_here = model.architecture.tied and model.layout.pp == 1
     names = (*linears, "word_embeddings.weight") if is_tied_here else linears
-    return sum(one.num_bytes for one in chunk if one.name.endswith(names))
+    dense = [one for one in chunk if one.name.endswith(names) and not one.is_expert]
+    if model.architecture.mixture:  # a layer with experts runs by its modules
+        dense = [one for one in dense if "layers." not in one.name]
+    return sum(one.num_bytes for one in dense)

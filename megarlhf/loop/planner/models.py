@@ -19,8 +19,10 @@ from megarlhf.loop.roles import Role, attempt, roles
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
 
-COUNTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text")
-"""Families whose layers are counted: those with one feed-forward part a layer."""
+COUNTED_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
+)  # fmt: skip
+"""Families whose layers are counted."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,17 @@ def uncounted(model: PlannedModel) -> list[str]:
             f"about 1/{model.layout.cp} of the tokens a micro-batch"
         )
     return found
+
+
+def columns_at_work(architecture: Architecture) -> float:
+    """Feed-forward columns that a token goes through in a layer, on average over the layers: of the chosen experts."""
+    mixture = architecture.mixture
+    if mixture is None:
+        return architecture.ffn_hidden_size
+    num_sparse = len(mixture.layers)
+    num_dense = architecture.num_layers - num_sparse
+    sparse = mixture.top_k * mixture.ffn_hidden_size
+    return (num_dense * architecture.ffn_hidden_size + num_sparse * sparse) / architecture.num_layers
 
 
 def find_architecture(folder: str, architectures: Path) -> tuple[Architecture, str]:

@@ -47,6 +47,8 @@ class Parameter:
     dtype: Precision
     is_trained: bool
     has_own_bucket: bool
+    is_expert: bool = False
+    """Its gradient is summed over other ranks than the rest's, so it lies in buffers of its own."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,31 +94,55 @@ class ModelBytes:
     num_parameters: int = 0
 
 
-def model_bytes(model: PlannedModel, at: Coordinates, dp: int) -> ModelBytes:
-    """Bytes of `model` on the rank at `at`, of `dp` data-parallel ranks. Tensor ranks are alike: padding is local.
+@dataclass(frozen=True)
+class Team:
+    """The ranks that hold the same weights, and so share the optimizer's work on them: how many, and which of them."""
 
-    Context ranks hold the same weights, so the optimizer is cut over them too.
+    size: int = 1
+    rank: int = 0
+
+
+def model_bytes(model: PlannedModel, at: Coordinates, dp: int) -> ModelBytes:
+    """Bytes of `model` on the rank at `at`, of `dp` data-parallel ranks. Tensor ranks are alike (padding is local), but
+    for the optimizer's part of experts.
+
+    Context ranks hold the same weights, so the optimizer is cut over them too; over experts, whoever of the stage's
+    tp * cp * dp ranks holds the same ones (parallel/grid.py).
     """
-    cp = model.layout.cp
-    return _model_bytes(model, at.pp, at.dp * cp + at.cp if model.is_trained else 0, dp * cp)
+    if not model.is_trained:
+        return _model_bytes(model, at.pp, Team(), Team())
+    tp, cp, ep = model.layout.tp, model.layout.cp, model.layout.ep
+    dense = Team(dp * cp, at.dp * cp + at.cp)
+    if model.architecture.mixture is None:
+        return _model_bytes(model, at.pp, dense, Team())
+    return _model_bytes(model, at.pp, dense, Team(tp * dense.size // ep, (at.tp + tp * (at.cp + cp * at.dp)) // ep))
 
 
 @cache
-def _model_bytes(model: PlannedModel, pp_rank: int, dp_rank: int, dp: int) -> ModelBytes:
-    chunks = rank_parameters(model, Coordinates(tp=0, pp=pp_rank, dp=dp_rank))
+def _model_bytes(model: PlannedModel, pp_rank: int, dense: Team, experts: Team) -> ModelBytes:
+    chunks = rank_parameters(model, Coordinates(tp=0, pp=pp_rank, dp=0))
     plain = sum(one.num_bytes for chunk in chunks for one in chunk)
     count = sum(one.numel for chunk in chunks for one in chunk)
     if not model.is_trained:
         return ModelBytes(parameters=plain, weights=plain, num_parameters=count)
     frozen = sum(one.num_bytes for chunk in chunks for one in chunk if not one.is_trained)
-    found = [buffer for chunk in chunks for buffer in buffers(chunk, dp)]
+    found = [
+        (buffer, team)
+        for chunk in chunks
+        for team, held in ((dense, _of(chunk, experts=False)), (experts, _of(chunk, experts=True)))
+        for buffer in buffers(held, team.size)
+    ]
     return ModelBytes(
         parameters=plain,
-        weights=frozen + sum(buffer.numel * ITEM_BYTES[buffer.dtype] for buffer in found),
-        gradients=sum(buffer.numel * GRADIENT_BYTES for buffer in found),
-        optimizer=sum(optimizer_bytes(buffer, dp, dp_rank) for buffer in found),
+        weights=frozen + sum(buffer.numel * ITEM_BYTES[buffer.dtype] for buffer, _ in found),
+        gradients=sum(buffer.numel * GRADIENT_BYTES for buffer, _ in found),
+        optimizer=sum(optimizer_bytes(buffer, team.size, team.rank) for buffer, team in found),
         num_parameters=count,
     )
+
+
+def _of(parameters: Sequence[Parameter], *, experts: bool) -> list[Parameter]:
+    return [one for one in parameters if one.is_expert == experts]
 
 
 def optimizer_bytes(buffer: Buffer, dp: int, dp_rank: int) -> int:
@@ -133,14 +159,16 @@ def rank_parameters(model: PlannedModel, at: Coordinates) -> list[list[Parameter
 def _chunk_parameters(model: PlannedModel, at: Coordinates, chunk: int) -> list[Parameter]:
     family, held = FAMILIES[model.architecture.family], _shapes(model, at)
     found = []
-    table = stage_weights(family, model.architecture, model.layout, at.pp, chunk, model.head)
+    table = stage_weights(family, model.architecture, model.layout, at.pp, chunk, model.head, at.ep)
     for weight in table:
         shape, is_head = held[chunk, weight.local], weight.local.startswith("value_head.")
         is_tied = model.architecture.tied and model.head == "vocabulary" and model.layout.pp > 1
         is_shared = is_tied and weight.local in (family.embedding.local, family.output.local)
         is_trained = model.is_trained and (is_head or not model.lora.rank)
         dtype = "float32" if is_head else model.dtype
-        found.append(Parameter(weight.local, num_elements(whole(shape)), dtype, is_trained, is_shared))
+        found.append(
+            Parameter(weight.local, num_elements(whole(shape)), dtype, is_trained, is_shared, bool(weight.expert))
+        )
     if model.lora.rank:
         found += [adapter for weight in table for adapter in _adapters(model, weight, held[chunk, weight.local])]
     return sorted(found, key=lambda one: _place(one.name))

@@ -58,7 +58,7 @@ class Ranks:
     def stages_of(self, rank: int) -> list[StageBytes]:
         """The stages of a step on a rank. Ranks at the same places in all layouts are alike but for their number."""
         places = {name: self.place(name, rank) for name in self.models}
-        key = tuple((at.pp, (at.dp, at.cp) if self.models[name].is_trained else 0) for name, at in places.items())
+        key = tuple(_alike(self.models[name], at) for name, at in places.items())
         if key not in self._rows:
             self._rows[key] = self._stages(places)
         return self._rows[key]
@@ -151,6 +151,13 @@ class Ranks:
         load = self.work.update_load(model, dp)
         found = stage_activations(model, places[name].pp, load, fused_norms=self.gpu.fuses_norms)
         return {"activations": found.total - found.head, "logits": found.head}
+
+
+def _alike(model: PlannedModel, at: Coordinates) -> tuple[int, ...]:
+    """What a rank's bytes of a model depend on; tensor ranks differ in the optimizer's part of experts only."""
+    if not model.is_trained:
+        return (at.pp,)
+    return (at.pp, at.dp, at.cp, *([at.tp] if model.architecture.mixture else []))
 
 
 def sharing_of(settings: OnlineRun, models: Mapping[str, PlannedModel]) -> Sharing:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megarlhf.config.layout import Layout
 from megarlhf.loop.planner.activations import Load
 from megarlhf.loop.planner.gpus import BEST, GPU, LIKELY, WORST, Efficiency
-from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.loop.planner.models import PlannedModel, columns_at_work
 from megarlhf.loop.planner.reshard import ReshardSummary
 from megarlhf.loop.planner.sizes import ModelBytes
 from megarlhf.loop.planner.workload import Workload
@@ -146,13 +146,13 @@ def _flops(model: PlannedModel, length: int) -> float:
     columns = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_groups * architecture.head_dim
     width, rows = architecture.hidden_size, architecture.vocab_size if model.head == "vocabulary" else 1
-    layer = width * (2 * columns + 2 * keys) + 3 * width * architecture.ffn_hidden_size + length * columns
+    layer = width * (2 * columns + 2 * keys) + 3 * width * columns_at_work(architecture) + length * columns
     return 2.0 * (architecture.num_layers * layer + width * rows)
 
 
 def _feed_forward_share(model: PlannedModel) -> float:
     architecture = model.architecture
-    weights = 3 * architecture.hidden_size * architecture.ffn_hidden_size * architecture.num_layers
+    weights = 3 * architecture.hidden_size * columns_at_work(architecture) * architecture.num_layers
     return 2.0 * weights / _flops(model, 0)
 
 

@@ -30,6 +30,10 @@ CASES = {
     "pp2": (2, planned(Layout(pp=2), **BIG)),
     "pp2 full": (2, planned(Layout(pp=2), recompute="full", **BIG)),
     "pp2 vp2": (2, planned(Layout(pp=2, vp=2), **BIG)),
+    "experts": (1, planned(Layout(), dtype="bfloat16", family="mixtral", **BIG)),
+    "experts, full": (1, planned(Layout(), family="mixtral", recompute="full", **BIG)),
+    "small experts": (1, planned(Layout(), family="qwen3_moe", moe_intermediate_size=120, **BIG)),
+    "experts, ep2": (2, planned(Layout(ep=2), family="mixtral", **BIG)),
     "tp4, two groups": (4, planned(Layout(tp=4), **BIG)),
 }
 

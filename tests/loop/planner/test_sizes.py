@@ -26,6 +26,10 @@ CASES = {
         2,
         planned(Layout(pp=2, vp=2, first_stage_layers=2), tied=True, num_hidden_layers=6),
     ),
+    "experts, ep2": (2, planned(Layout(ep=2), dtype="bfloat16", family="mixtral")),
+    "experts whole, value head, dp2": (2, planned(Layout(), "value", family="qwen3_moe")),
+    "experts over tp2 dp2": (4, planned(Layout(tp=2, sp=True, ep=2), dtype="bfloat16", family="qwen3_moe")),
+    "experts in some layers, pp2 ep2": (4, planned(Layout(pp=2, ep=2), family="qwen3_moe", mlp_only_layers=[0, 2])),
     "more tensor ranks than groups": (4, planned(Layout(tp=4), num_key_value_heads=2)),
 }
 
