@@ -217,8 +217,8 @@ def test_two_models_of_one_run_have_their_own_groups():
     assert run_on_ranks(2, sizes_of_groups, Layout(pp=2)) == [(0, 0, True, False), (0, 1, False, True)]
 
 
-def test_what_is_not_built_is_refused(single_rank):
+def test_experts_that_the_ranks_cannot_share_are_refused(single_rank):
     from megarlhf.parallel.groups import build_groups
 
-    with pytest.raises(LayoutError, match="not built yet"):
+    with pytest.raises(LayoutError, match="ep 2 does not divide the 1 ranks of a stage"):
         build_groups(Layout(ep=2), 1)
