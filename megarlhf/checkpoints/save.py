@@ -20,14 +20,10 @@ from megarlhf.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest, r
 from megarlhf.checkpoints.shards import NamedBox
 from megarlhf.errors import CheckpointError
 from megarlhf.weights.agree import raise_together
-from megarlhf.weights.partial import partial_of
-from megarlhf.weights.torch_dist import METADATA_NAME, Block, TorchDistFolder, aligned, write_table
+from megarlhf.weights.partial import partial_of, to_disk
+from megarlhf.weights.torch_dist import CHECKPOINT_FORMAT, METADATA_NAME, Block, TorchDistFolder, aligned, write_table
 
 STATE_NAME = "state.json"
-_FORMAT = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
-    "common_backend_version": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class PendingSave:
         partial = partial_of(self.folder)
         write_table(partial, self._content.shapes, [block for written in everyone for block in written.blocks])
         torch.save({}, partial / "common.pt")
-        (partial / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+        (partial / "metadata.json").write_text(json.dumps(CHECKPOINT_FORMAT), encoding="utf-8")
         (partial / STATE_NAME).write_text(json.dumps(self._content.state, indent=1), encoding="utf-8")
         _require_complete(partial, self._content.shapes)
         others = [partial / name for name in (METADATA_NAME, "common.pt", "metadata.json", STATE_NAME)]
@@ -113,11 +109,11 @@ class PendingSave:
         manifest = Manifest(self._manifest.step, tuple(records), self._manifest.metric, self._manifest.value)
         (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         for file in [*others, partial / MANIFEST_NAME, partial]:
-            _to_disk(file)
+            to_disk(file)
         if self.folder.exists():
             shutil.rmtree(self.folder)
         partial.rename(self.folder)
-        _to_disk(self.folder.parent)
+        to_disk(self.folder.parent)
 
 
 def _write_boxes(path: Path, boxes: Sequence[NamedBox]) -> list[Block]:
@@ -150,11 +146,3 @@ def _attempt(action) -> str | None:
     except OSError as problem:
         return f"checkpoint: {problem.filename or ''}: {problem.strerror}; earlier checkpoints are untouched"
     return None
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

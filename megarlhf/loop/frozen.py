@@ -21,6 +21,7 @@ from megarlhf.engines.generator import Generator, Request, Sampling
 from megarlhf.engines.scorer import LogprobScorer
 from megarlhf.loop.offline import reading
 from megarlhf.loop.roles import Role
+from megarlhf.loop.rollouts import experience_of
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.parallel.groups import build_groups
@@ -84,14 +85,7 @@ def _sampled(settings: OnlineRun, options: Verification, tokenizer: Tokenizer, m
     )
     requests = [Request(sample.prompt.token_ids, sample.prompt.row_id, sample.sample) for sample in samples]
     completions = Generator(model, max_slots=rollout.max_slots).generate(requests, sampling)
-    return Experience.from_completions(
-        [sample.prompt.token_ids for sample in samples],
-        [completion.token_ids for completion in completions],
-        [completion.logps for completion in completions],
-        row_id=[sample.prompt.row_id for sample in samples],
-        group=[sample.group for sample in samples],
-        finished=[completion.finish_reason == "stop" for completion in completions],
-    )
+    return experience_of(samples, completions, tokenizer)
 
 
 def _with_noise(batch: Experience, settings: AnyRun, model: Model | None) -> Experience:

@@ -71,7 +71,7 @@ class Rollouts:
             completions = self.generator.generate(requests, replace(self.sampling, step=step))
             self.residency.note(GENERATOR_CACHE, self.generator.report.cache_bytes)
             self.residency.note(GENERATOR_PACKED, self.generator.report.packed_bytes)
-        return _experience(samples, completions, self.tokenizer)
+        return experience_of(samples, completions, self.tokenizer)
 
     def refresh(self) -> None:
         """Reshard the actor's weights into the generation layout, if they changed since the last time or were freed.
@@ -89,7 +89,8 @@ class Rollouts:
         self._version = self.actor.num_updates
 
 
-def _experience(samples: Sequence[Sample], completions: Sequence[Completion], tokenizer: Tokenizer) -> Experience:
+def experience_of(samples: Sequence[Sample], completions: Sequence[Completion], tokenizer: Tokenizer) -> Experience:
+    """One row per sample and its completion, with `logp_rollout` and the texts."""
     return Experience.from_completions(
         [sample.prompt.token_ids for sample in samples],
         [completion.token_ids for completion in completions],

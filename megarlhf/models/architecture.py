@@ -166,15 +166,20 @@ class Architecture:
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """FOLDER/config.json. Raises CheckpointError when it is missing or not a JSON object."""
-    path = Path(folder) / "config.json"
+    path, move = Path(folder) / "config.json", "give the folder of a Hugging Face model"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face model")
+        raise CheckpointError(f"{folder}: no config.json; {move}")
+    return read_json_object(path, move)
+
+
+def read_json_object(path: Path, move: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError when it holds none; `move` tells what to give instead."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise CheckpointError(f"{path}: not valid JSON: {problem}") from problem
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: not a JSON object; give the folder of a Hugging Face model")
+        raise CheckpointError(f"{path}: not a JSON object; {move}")
     return config
 
 

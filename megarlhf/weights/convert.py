@@ -5,7 +5,6 @@ then it is a hidden folder beside it, which a later run of the same command goes
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,11 @@ from megarlhf.weights.hf_config import copy_companions, exported_config, require
 from megarlhf.weights.journal import Journal, is_written
 from megarlhf.weights.megatron_folder import MegatronFolder
 from megarlhf.weights.megatron_keys import key_shapes
-from megarlhf.weights.partial import finish_folder, partial_of, require_new, require_room, start_folder
+from megarlhf.weights.partial import finish_folder, partial_of, require_new, require_room, start_folder, to_disk
 from megarlhf.weights.safetensors_file import MAX_SHARD_BYTES
 from megarlhf.weights.source import Source, open_source
-from megarlhf.weights.torch_dist import write_table
+from megarlhf.weights.torch_dist import CHECKPOINT_FORMAT, write_table
 from megarlhf.weights.workers import write_units
-
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_COMMON_FORMAT = {"common_backend": "torch", "common_backend_version": 1}
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def write_megatron(
         torch.save({}, partial / "common.pt")
         _write_companions(source, partial, dtype)
         MegatronFolder(partial)
-        _write_json(partial / "metadata.json", _FORMAT | _COMMON_FORMAT)
+        _write_json(partial / "metadata.json", CHECKPOINT_FORMAT)
 
     options = {"format": "torch_dist", "layout": str(layout), "dtype": str(dtype), "version": __version__}
     _write(_Job(source, target, plan, options, finish), workers, progress or ByteProgress())
@@ -158,9 +154,9 @@ def _write_all(job: _Job, journal: Journal, workers: int, progress: ByteProgress
         progress.stop()
     job.finish(partial)
     for file in partial.iterdir():
-        _sync(file)
+        to_disk(file)
     finish_folder(job.target)
-    _sync(job.target.parent)
+    to_disk(job.target.parent)
 
 
 def _kept(job: _Job, journal: Journal, progress: ByteProgress) -> dict[tuple[str, int], int]:
@@ -197,15 +193,6 @@ def _lay_out(plan: FilePlan, folder: Path) -> None:
         with (folder / file).open("r+b") as stream:
             stream.seek(offset)
             stream.write(data)
-
-
-def _sync(path: Path) -> None:
-    """Down to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _index(plan: FilePlan) -> dict[str, Any]:

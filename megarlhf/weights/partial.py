@@ -1,5 +1,6 @@
 """A folder appears under its name only when whole: it is written beside it as `partial`, then renamed."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -44,3 +45,12 @@ def finish_folder(path: Path) -> None:
         path.rename(replaced)
     partial_of(path).rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def to_disk(path: Path) -> None:
+    """A file's contents, or a folder's list of names, down to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -33,6 +33,13 @@ from megarlhf.weights.folder import read_ahead
 from megarlhf.weights.restricted_pickle import StoredTensor, read_metadata, read_tensor_record
 
 METADATA_NAME = ".metadata"
+CHECKPOINT_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""metadata.json, by which megatron-core knows its checkpoints."""
 _ALIGN_BYTES = 64
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.distributed.pool import free_port
 from tests.learning.toy import metrics, write_actor, write_prompts
 
 FOLDER = Path(__file__).parents[2] / "examples/slurm"
@@ -54,12 +54,6 @@ def recipe(tmp_path_factory) -> Path:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:

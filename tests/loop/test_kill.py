@@ -5,7 +5,6 @@ the command as a launcher would start them.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -31,13 +30,6 @@ STAGES = ("checkpoint", "generate", "reward", "learn_actor", "reshard", "value",
 HANG_S = 30
 """A trial's ranks are all gone so many seconds after the first of them."""
 PATIENCE_S = 150
-
-
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.loop.kill_ranks"])
-    return context
 
 
 @pytest.fixture(scope="module")

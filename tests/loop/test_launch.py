@@ -1,6 +1,5 @@
 """A launch as its launcher sees it: whole processes, signals to them, exit codes, status.json and what they print."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -19,13 +18,6 @@ from tests.loop.kill_ranks import rank_process
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.loop.kill_ranks"])
-    return context
 
 
 @pytest.fixture(scope="module")

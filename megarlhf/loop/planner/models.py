@@ -4,7 +4,6 @@ A model that has not been downloaded is looked up by the last part of its folder
 next to the recipe, which is a config.json with one field more, `_source`, that says where its numbers come from.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from megarlhf.config.runs import AnyRun
 from megarlhf.config.settings import Precision, Recompute
 from megarlhf.errors import CheckpointError
 from megarlhf.loop.roles import Role, attempt, roles
-from megarlhf.models.architecture import Architecture
+from megarlhf.models.architecture import Architecture, read_json_object
 from megarlhf.models.names import Head
 
 COUNTED_FAMILIES = (
@@ -120,12 +119,7 @@ def find_architecture(folder: str, architectures: Path) -> tuple[Architecture, s
 
 
 def _from_file(file: Path) -> tuple[Architecture, str]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise CheckpointError(f"{file}: not valid JSON: {problem}") from problem
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: not a JSON object; give a config.json as transformers writes it")
+    config = read_json_object(file, "give a config.json as transformers writes it")
     return Architecture.from_hf(config, where=str(file)), f"{file} ({config.get('_source', 'no source is given')})"
 
 

@@ -23,7 +23,8 @@ class Sign:
 
 def signs(run: RunRecord) -> list[Sign]:
     """Every sign that shows, in the order of the checks."""
-    return [sign for check in _CHECKS for sign in check(run)]
+    found = (check(run) for check in _CHECKS)
+    return [sign for sign in found if sign is not None]
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -39,23 +40,21 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
 
 
-def _length_pays(run: RunRecord) -> list[Sign]:
+def _length_pays(run: RunRecord) -> Sign | None:
     rows = [row for row in run.samples if "score" in row and row.get("tokens")]
     late = rows[len(rows) // 2 :]
     found = correlation([row["tokens"] for row in late], [row["score"] for row in late])
     if len(late) < 20 or found < 0.5:
-        return []
-    return [
-        Sign(
-            "score follows length",
-            f"in the later half of the sampled texts score and length correlate with {found:.2f}: longer answers may "
-            "be what is rewarded. Read the longest ones; normalise the score by length, or set "
-            "algorithm.overlong_length",
-        )
-    ]
+        return None
+    return Sign(
+        "score follows length",
+        f"in the later half of the sampled texts score and length correlate with {found:.2f}: longer answers may "
+        "be what is rewarded. Read the longest ones; normalise the score by length, or set "
+        "algorithm.overlong_length",
+    )
 
 
-def _kl_spike(run: RunRecord) -> list[Sign]:
+def _kl_spike(run: RunRecord) -> Sign | None:
     steps, values = run.series("objective/kl")
     found = []
     for index in range(5, len(values)):
@@ -63,115 +62,101 @@ def _kl_spike(run: RunRecord) -> list[Sign]:
         if before > 0.5 and values[index] > 3 * before:  # from nearly 0 every rise is a multiple
             found.append((steps[index], values[index], before))
     if not found:
-        return []
+        return None
     step, value, before = max(found, key=lambda one: one[1] / one[2])
-    return [
-        Sign(
-            "KL spike",
-            f"at step {step} the KL to the reference is {value:.2f} nats, {value / before:.1f} times the median of the "
-            "ten steps before. Lower the learning rate, or set algorithm.target_kl",
-        )
-    ]
+    return Sign(
+        "KL spike",
+        f"at step {step} the KL to the reference is {value:.2f} nats, {value / before:.1f} times the median of the "
+        "ten steps before. Lower the learning rate, or set algorithm.target_kl",
+    )
 
 
-def _entropy_collapse(run: RunRecord) -> list[Sign]:
+def _entropy_collapse(run: RunRecord) -> Sign | None:
     _, values = run.series("objective/entropy")
     if len(values) < 5:
-        return []
+        return None
     first, last = ends(values)
     if last > 0.3 * first:
-        return []
-    return [
-        Sign(
-            "entropy collapse",
-            f"the entropy per token fell from {first:.2f} to {last:.2f} nats: sampling hardly explores any more. Raise "
-            "algorithm.kl_coef or algorithm.entropy_coef, or stop earlier",
-        )
-    ]
+        return None
+    return Sign(
+        "entropy collapse",
+        f"the entropy per token fell from {first:.2f} to {last:.2f} nats: sampling hardly explores any more. Raise "
+        "algorithm.kl_coef or algorithm.entropy_coef, or stop earlier",
+    )
 
 
-def _ends_lost(run: RunRecord) -> list[Sign]:
+def _ends_lost(run: RunRecord) -> Sign | None:
     rows = [row for row in run.samples if "finished" in row]
     if len(rows) < 20:
-        return []
+        return None
     first, last = ends([float(row["finished"]) for row in rows])
     if first < 0.5 or last > 0.5 * first:
-        return []
-    return [
-        Sign(
-            "answers no longer end",
-            f"{first:.0%} of the first sampled answers ended by themselves, {last:.0%} of the last. Set "
-            "algorithm.missing_eos_penalty, or raise rollout.max_new_tokens",
-        )
-    ]
+        return None
+    return Sign(
+        "answers no longer end",
+        f"{first:.0%} of the first sampled answers ended by themselves, {last:.0%} of the last. Set "
+        "algorithm.missing_eos_penalty, or raise rollout.max_new_tokens",
+    )
 
 
-def _duplicates(run: RunRecord) -> list[Sign]:
+def _duplicates(run: RunRecord) -> Sign | None:
     late = [row["response"] for row in run.samples[len(run.samples) // 2 :] if row.get("response")]
     if len(late) < 10:
-        return []
+        return None
     text, count = Counter(late).most_common(1)[0]
     share = 1 - len(set(late)) / len(late)
     if share < 0.3:
-        return []
-    return [
-        Sign(
-            "duplicate texts",
-            f"{share:.0%} of the later sampled answers repeat another one, the most frequent {count} times "
-            f"({text[:60]!r}). The policy may have found one answer that always pays",
-        )
-    ]
+        return None
+    return Sign(
+        "duplicate texts",
+        f"{share:.0%} of the later sampled answers repeat another one, the most frequent {count} times "
+        f"({text[:60]!r}). The policy may have found one answer that always pays",
+    )
 
 
-def _gap(run: RunRecord) -> list[Sign]:
+def _gap(run: RunRecord) -> Sign | None:
     steps, values = run.series("rollout/logp_gap_max")
     if not values or max(values) < 0.1:
-        return []
+        return None
     step = steps[values.index(max(values))]
-    return [
-        Sign(
-            "sampler and trainer differ",
-            f"a sampled token's log-prob differed by {max(values):.2f} nats between sampler and trainer (step {step}). "
-            "Sample and train in the same precision, or set algorithm.importance_cap",
-        )
-    ]
+    return Sign(
+        "sampler and trainer differ",
+        f"a sampled token's log-prob differed by {max(values):.2f} nats between sampler and trainer (step {step}). "
+        "Sample and train in the same precision, or set algorithm.importance_cap",
+    )
 
 
-def _skipped(run: RunRecord) -> list[Sign]:
+def _skipped(run: RunRecord) -> Sign | None:
     steps, values = run.series("updates/skipped")
     if not sum(values):
-        return []
-    return [
-        Sign(
-            "skipped updates",
-            f"{sum(values):.0f} updates had a gradient that was not finite and were not applied, first in step "
-            f"{steps[0]}. Lower the learning rate; look at the texts and scores of that step",
-        )
-    ]
+        return None
+    return Sign(
+        "skipped updates",
+        f"{sum(values):.0f} updates had a gradient that was not finite and were not applied, first in step "
+        f"{steps[0]}. Lower the learning rate; look at the texts and scores of that step",
+    )
 
 
-def _not_finite(run: RunRecord) -> list[Sign]:
+def _not_finite(run: RunRecord) -> Sign | None:
     broken = {name: row["step"] for row in reversed(run.steps) for name, value in row.items() if value is None}
     if not broken:
-        return []
+        return None
     listed = ", ".join(f"{name} (step {step})" for name, step in sorted(broken.items()))
-    return [Sign("numbers that are not finite", f"first seen: {listed}")]
+    return Sign("numbers that are not finite", f"first seen: {listed}")
 
 
-def _critic_is_blind(run: RunRecord) -> list[Sign]:
+def _critic_is_blind(run: RunRecord) -> Sign | None:
     _, values = run.series("val/explained_variance")
     if len(values) < 10 or math.isnan(ends(values)[1]) or ends(values)[1] > 0:
-        return []
-    return [
-        Sign(
-            "the critic explains nothing",
-            f"the explained variance of its values is {ends(values)[1]:.2f} in the last steps; a constant would do as "
-            "well. Raise critic.optimizer.learning_rate, or start it from the reward model",
-        )
-    ]
+        return None
+    return Sign(
+        "the critic explains nothing",
+        f"the explained variance of its values is {ends(values)[1]:.2f} in the last steps; a constant would do as "
+        "well. Raise critic.optimizer.learning_rate, or start it from the reward model",
+    )
 
 
-_CHECKS: tuple[Callable[[RunRecord], list[Sign]], ...] = (
+_CHECKS: tuple[Callable[[RunRecord], Sign | None], ...] = (
     _not_finite,
     _skipped,
     _length_pays,
