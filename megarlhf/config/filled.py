@@ -18,6 +18,4 @@ def filled(settings: AnyRun) -> AnyRun:
         return settings
     actor = settings.actor
     differs = actor.generate_fp8 not in (None, actor.fp8)
-    return replace(
-        settings, algorithm=replace(settings.algorithm, importance_cap=IMPORTANCE_CAP if differs else 0.0)
-    )
+    return replace(settings, algorithm=replace(settings.algorithm, importance_cap=IMPORTANCE_CAP if differs else 0.0))

@@ -32,9 +32,7 @@ def lora_violations(lora: LoRA, setting: str) -> list[str]:
         found.append(f"{setting}.alpha: {lora.alpha} is out of range; choose more than 0, such as {2 * lora.rank}")
     unknown = [name for name in lora.targets if name not in _ALL]
     if unknown:
-        found.append(
-            f"{setting}.targets: {', '.join(unknown)} cannot have an adapter; choose among {', '.join(_ALL)}"
-        )
+        found.append(f"{setting}.targets: {', '.join(unknown)} cannot have an adapter; choose among {', '.join(_ALL)}")
     if lora.rank > 0 and not lora.targets:
         found.append(f"{setting}.targets: is empty; name at least one of {', '.join(LINEARS)}, or set rank to 0")
     return found

@@ -22,7 +22,7 @@ FLAGS = {
     "--gpu": f"kind of GPU, one of {', '.join(GPUS)} (default h100)",
     "--memory-gib": "memory of a rank (default: the GPU's)",
     "--reserve-gib": f"what is kept free of it (default {RESERVE_GIB:g}; 0 for cpu)",
-    "--architectures": "folder of NAME.json files for models that are not here (default: architectures/ by the recipe)",
+    "--architectures": "folder of NAME.json files for models that are not here (default: architectures/ nearest to the recipe)",
 }
 SWITCHES = {
     "--search": "rank other layouts that fit",
@@ -120,17 +120,23 @@ def question_of(command: str, settings: AnyRun, options: Options, file: str | No
         ranks = ranks_needed(settings)
     if ranks != int(ranks):
         raise ConfigError(f"--ranks {ranks}: give a whole number")
-    beside = Path(file).parent if file else Path()
     return Question(
         command=command,
         settings=settings,
         world_size=int(ranks),
         gpu=gpu,
         memory_gib=options.number("--memory-gib", gpu.memory_gib, least=0.001),
-        architectures=Path(options.values.get("--architectures", beside / "architectures")),
+        architectures=Path(options.values.get("--architectures", architectures_of(file))),
         reserve_gib=options.number("--reserve-gib", 0 if gpu.name == "cpu" else RESERVE_GIB, least=0),
         validate="--reshard" in options.switches,
     )
+
+
+def architectures_of(file: str | None) -> Path:
+    """The folder `architectures` that is nearest to a recipe: beside it, or beside a folder above it."""
+    beside = (Path(file).parent if file else Path()) / "architectures"
+    above = (folder / "architectures" for folder in beside.absolute().parent.parents)
+    return beside if beside.is_dir() else next((folder for folder in above if folder.is_dir()), beside)
 
 
 def _shown(plan: Plan, options: Options) -> str:

@@ -19,6 +19,7 @@ from megarlhf.loop.planner.workload import Workload, workload_of
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.weights.boxes import num_elements, whole
 from megarlhf.weights.local_map import hf_shapes
+from megarlhf.weights.plan import BUCKET_BYTES
 from megarlhf.weights.transfers import ITEM_BYTES
 
 GIB = 2**30
@@ -40,6 +41,9 @@ class Question:
     reserve_gib: float = RESERVE_GIB
     validate: bool = False
     """Check the reshard plan element by element."""
+    follow_reshard: bool = True
+    """Count the reshard message by message, which takes most of a plan's time; else its buffers are taken at their
+    limit, and its time is left out."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,12 @@ def _counted(plan: Callable[..., Plan], question: Question, cast: Cast) -> Plan:
     models, world_size, gpu = cast.models, question.world_size, question.gpu
     reshard = None
     is_view = isinstance(question.settings, OnlineRun) and question.settings.residency.generator == "view"
-    if "generator" in models and not is_view:
+    if "generator" in models and not is_view and question.follow_reshard:
         reshard = reshard_summary(
             models["actor"], models["generator"], world_size, gpu.gpus_per_node, check=question.validate
         )
     work = workload_of(question.settings)
-    buckets = reshard.peak_extra_bytes if reshard else 0
+    buckets = reshard.peak_extra_bytes if reshard else 0 if question.follow_reshard else 2 * BUCKET_BYTES
     ranks = Ranks(question.settings, models, work, world_size, gpu, buckets)
     rows = [ranks.stages_of(rank) for rank in range(world_size)]
     fullest, stages = {}, []
