@@ -22,7 +22,7 @@ FLAGS = {
     "--gpu": f"kind of GPU, one of {', '.join(GPUS)} (default h100)",
     "--memory-gib": "memory of a rank (default: the GPU's)",
     "--reserve-gib": f"what is kept free of it (default {RESERVE_GIB:g}; 0 for cpu)",
-    "--architectures": "folder of NAME.json files for models that are not here (default: architectures/ nearest to the recipe)",
+    "--architectures": "folder of NAME.json files for models that are not here (default: the nearest architectures/)",
 }
 SWITCHES = {
     "--search": "rank other layouts that fit",
