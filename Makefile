@@ -3,7 +3,7 @@
 #   make test         all tests
 #   make test-core    the tests that depend on the megatron-core version
 #   make test-kill    30 runs with ranks killed at random moments
-#   make lint         ruff
+#   make lint         ruff and mypy
 #   make te-reference Transformer Engine's Python sources, which tests compare with
 # PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
 
@@ -62,3 +62,4 @@ test-kill: $(INSTALLED) $(ASSETS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy

@@ -22,7 +22,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megarlhf", "megarlhf.*", "checkpoints_tools", "checkpoints_tools.*"]),
-    package_data={"megarlhf.data": ["constitution.txt"], "megarlhf.telemetry.page": ["*.html"]},
+    package_data={
+        "megarlhf": ["py.typed"],
+        "megarlhf.data": ["constitution.txt"],
+        "megarlhf.telemetry.page": ["*.html"],
+        "checkpoints_tools": ["py.typed"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",
@@ -44,7 +49,7 @@ setup(
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],
         "datasets": ["datasets"],
-        "dev": ["pytest", "hypothesis", "ruff", "einops", "trl", "peft", "matplotlib"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "einops", "trl", "peft", "matplotlib"],
     },
     entry_points={"console_scripts": ["megarlhf=megarlhf.cli:run"]},
 )

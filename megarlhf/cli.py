@@ -116,7 +116,7 @@ def _help(summaries: dict[str, str]) -> str:
 
 def _summary(path: Path) -> str:
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "SUMMARY":
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "SUMMARY":
             return ast.literal_eval(statement.value)
     raise AssertionError(f"{path} has no SUMMARY")
 
@@ -133,7 +133,7 @@ def _print_error(error: MegarlhfError) -> None:
 def _output_is_closed() -> bool:
     """Whether the reader of this process's standard output has gone; else it was another pipe or connection."""
     poll = select.poll()
-    poll.register(sys.__stdout__.fileno(), 0)
+    poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

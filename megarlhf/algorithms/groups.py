@@ -4,7 +4,8 @@ Rows are matched by their group id, wherever they lie, and rows without a sample
 [B] float32 with 0 for such rows, for groups of one, and exactly 0 for groups of equal rewards.
 """
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 _DEVIATION_EPSILON = 1e-6
 
 
-class _Groups(NamedTuple):
+@dataclass(frozen=True)
+class _Groups:
     value: Tensor
     """[B] float64: 0 where not valid."""
     index: Tensor

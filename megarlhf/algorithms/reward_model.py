@@ -51,7 +51,7 @@ def preference_loss(
     """
     value, compared = checked(prediction, tokens), pairs(tokens)
     first, second, both = _aligned(value, tokens, compared)
-    margin = 0.0
+    margin: float | Tensor = 0.0
     if settings.margins:
         assert tokens.margin is not None, "tokens lack margin"
         margin = tokens.margin[compared.better][:, None]

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 
 from megarlhf.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -52,9 +53,12 @@ def steps_to_keep(manifests: Sequence[Manifest], keep_last: int, best: str) -> s
     latest_first = sorted(manifests, key=lambda manifest: manifest.step, reverse=True)
     kept = {manifest.step for manifest in (latest_first[:keep_last] if keep_last else latest_first)}
     sign = -1.0 if best.startswith("-") else 1.0
-    judged = [manifest for manifest in latest_first if best and manifest.metric == best and manifest.value is not None]
-    judged = [manifest for manifest in judged if manifest.value == manifest.value]
-    return kept | {max(judged, key=lambda manifest: sign * manifest.value).step} if judged else kept
+    judged = {
+        manifest.step: sign * manifest.value
+        for manifest in latest_first
+        if best and manifest.metric == best and manifest.value is not None and not isnan(manifest.value)
+    }
+    return kept | {max(judged, key=judged.__getitem__)} if judged else kept
 
 
 def remove_checkpoint(folder: Path) -> None:

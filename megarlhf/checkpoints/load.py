@@ -71,8 +71,8 @@ def latest_intact(run_folder: Path, group: dist.ProcessGroup) -> tuple[Path | No
     The first rank finds the candidates; all ranks read them, a share of the files each, and decide together. Raises
     CheckpointError when there are checkpoints but none can be used: to start anew would throw a run away.
     """
-    rank, message = dist.get_rank(group), [None]
-    if rank == 0:
+    message: list[Any] = [None]
+    if dist.get_rank(group) == 0:
         manifests, problems = whole_checkpoints(run_folder)
         message = [([manifest.step for manifest in manifests], problems, bool(found_steps(run_folder)))]
     dist.broadcast_object_list(message, src=0, group=group)

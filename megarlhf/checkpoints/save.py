@@ -75,7 +75,7 @@ class PendingSave:
         is_first = dist.get_rank(self._group) == 0
         try:
             raise_together(problem, self._group)
-            everyone: list[_Written | None] = [None] * self._group.size()
+            everyone: list[Any] = [None] * self._group.size()
             dist.all_gather_object(everyone, written[0], group=self._group)
             raise_together(_attempt(lambda: self._complete(everyone)) if is_first else None, self._group)
         except CheckpointError:

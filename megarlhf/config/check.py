@@ -15,7 +15,7 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.lora import lora_violations
 from megarlhf.config.precision import precision_violations
 from megarlhf.config.residency import residency_violations, view_violations
-from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
+from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Actor, Critic, Reward, Trainee
 from megarlhf.errors import ConfigError
 
@@ -107,8 +107,8 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
     if is_in_range:  # the arithmetic below divides by these numbers
         found += _learning_rates(settings)
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
-        is_countable = world_size and not found and isinstance(settings, OnlineRun)
-        found += _batches(settings, world_size) if is_countable else []
+        if world_size and not found and isinstance(settings, OnlineRun):
+            found += _batches(settings, world_size)
     return found
 
 
@@ -230,11 +230,10 @@ def _learning_rates(settings: AnyRun) -> Iterator[str]:
 
 def _adapters(settings: AnyRun) -> Iterator[str]:
     """Adapters, and what goes with a reference that is the model without them."""
-    sections = vars(settings)
-    for name, section in sections.items():
+    for name, section in vars(settings).items():
         if isinstance(section, Trainee | Critic):
             yield from lora_violations(section.lora, f"{name}.lora")
-    if "reference" not in sections or not settings.actor.lora.rank:
+    if isinstance(settings, SFTRun | RewardModelRun) or not settings.actor.lora.rank:
         return
     for name, value in (("model", settings.reference.model), ("follow_rate", settings.reference.follow_rate)):
         if value:

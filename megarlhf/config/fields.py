@@ -63,7 +63,8 @@ def accepted(setting: Setting) -> str:
 
 def _accepted_kind(kind: Any) -> str:
     if is_dataclass(kind):
-        return "a section with " + ", ".join(setting.name for setting in settings_of(kind))
+        sections = settings_of(kind)  # type: ignore[arg-type]  # mypy takes classes of dataclasses for not hashable
+        return "a section with " + ", ".join(setting.name for setting in sections)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
@@ -96,12 +97,14 @@ def _help_texts(cls: type) -> dict[str, str]:
 
 
 def _help_in_source(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    pairs = zip(body, body[1:], strict=False)
+    (written,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(written, ast.ClassDef)
+    pairs = zip(written.body, written.body[1:], strict=False)
     return {
         statement.target.id: " ".join(following.value.value.split())
         for statement, following in pairs
         if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
         and isinstance(following, ast.Expr)
         and isinstance(following.value, ast.Constant)
         and isinstance(following.value.value, str)

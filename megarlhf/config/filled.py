@@ -1,6 +1,7 @@
 """Defaults that depend on other settings, filled in before a run begins."""
 
 from dataclasses import replace
+from typing import Any
 
 from megarlhf.config.runs import AnyRun, OnlineRun
 
@@ -18,4 +19,5 @@ def filled(settings: AnyRun) -> AnyRun:
         return settings
     actor = settings.actor
     differs = actor.generate_fp8 not in (None, actor.fp8)
-    return replace(settings, algorithm=replace(settings.algorithm, importance_cap=IMPORTANCE_CAP if differs else 0.0))
+    algorithm: Any = replace(settings.algorithm, importance_cap=IMPORTANCE_CAP if differs else 0.0)
+    return replace(settings, algorithm=algorithm)

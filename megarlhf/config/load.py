@@ -66,8 +66,9 @@ def file_and_flags(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """Plain dicts, lists and scalars under the names a user types."""
-    result = {}
-    for setting in settings_of(type(settings)):
+    result: dict[str, Any] = {}
+    cls: type = type(settings)
+    for setting in settings_of(cls):
         value = _attribute(settings, setting)
         if setting.is_section and value is not None:
             value = to_dict(value)
@@ -136,7 +137,7 @@ def _attribute(settings: Any, setting: Setting) -> Any:
 
 
 def _value(setting: Setting, value: Any) -> Any:
-    if isinstance(value, FlagText):
+    if isinstance(value, FlagText) and value.words is not None:
         return _from_words(setting, value.words)
     if value is None:
         if setting.is_section and not setting.optional:

@@ -112,7 +112,7 @@ OfflineRun = SFTRun | RewardModelRun | DPORun | KTORun
 """Commands that read a data set."""
 AnyRun = OnlineRun | OfflineRun
 
-COMMANDS: dict[str, type] = {
+COMMANDS: dict[str, type[AnyRun]] = {
     "ppo": PPORun,
     "grpo": GRPORun,
     "rloo": RLOORun,

@@ -34,9 +34,9 @@ class Encoder:
 
     def answer(self, prompt: Written, prompt_ids: tuple[int, ...], answer: str) -> Answer:
         """The text `answer` to `prompt`, which `self.prompt` encoded as `prompt_ids`."""
-        is_text = isinstance(prompt, str)
-        ids = self._text(prompt, prompt_ids, answer) if is_text else self._turn(prompt, prompt_ids, answer)
-        return self.ended(ids, answer)
+        if isinstance(prompt, str):
+            return self.ended(self._text(prompt, prompt_ids, answer), answer)
+        return self.ended(self._turn(prompt, prompt_ids, answer), answer)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], Answer]:
         """Ids up to the assistant's first answer, and the rest, in which the assistant's tokens are marked as trained.
@@ -89,7 +89,7 @@ class Encoder:
         return together[num_prompt:] if _begins(together, prompt_ids) else self.tokenizer.encode_plain(answer)
 
     def _turn(self, prompt: Sequence[Message], prompt_ids: tuple[int, ...], answer: str) -> list[int]:
-        messages = [*prompt, {"role": "assistant", "content": answer}]
+        messages: list[Message] = [*prompt, {"role": "assistant", "content": answer}]
         ids = self.tokenizer.encode_turns(messages, header=False)
         start, end = self._span(messages, len(prompt), ids)
         assert start == len(prompt_ids), "a chat's prompt ends with the header of the answer"
@@ -123,8 +123,9 @@ def shared_prompt(prompt: Written | None, answers: Sequence[Written]) -> tuple[W
     An answer is a text, one turn of the assistant, or a whole conversation; whole conversations may differ in their
     last turn only, and what comes before it is the prompt, so `prompt` may be None then.
     """
-    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
-        return prompt, list(answers)
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if isinstance(prompt, str) and len(texts) == len(answers):
+        return prompt, texts
     texts, heads = [], []
     for answer in answers:
         head, text = _last_turn(answer)
@@ -154,7 +155,7 @@ def _last_turn(answer: Written) -> tuple[list[Message], str]:
     last = answer[-1]
     if last["role"] != "assistant":
         raise DataError(f"an answer ends with a turn of the {last['role']}; it must end with the assistant's")
-    return list(answer[:-1]), last["content"]
+    return list(answer[:-1]), str(last["content"])
 
 
 def _as_turns(prompt: Written | None) -> Sequence[Message]:

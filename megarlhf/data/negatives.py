@@ -35,8 +35,12 @@ def spoil(
 
 
 def _best(example: Example) -> Answer:
-    assert all(answer.preference is not None for answer in example.answers), "only comparisons have a best answer"
-    return max(example.answers, key=lambda answer: answer.preference)
+    return max(example.answers, key=_preference)
+
+
+def _preference(answer: Answer) -> float:
+    assert answer.preference is not None, "only comparisons have a best answer"
+    return answer.preference
 
 
 def _parts(answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:

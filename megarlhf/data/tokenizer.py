@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from megarlhf.data.files import type_name
 from megarlhf.errors import CheckpointError, ConfigError, DataError
@@ -72,7 +73,7 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _render(self, messages: Sequence[Message], *, tokenize: bool, header: bool) -> list[int] | str:
+    def _render(self, messages: Sequence[Message], *, tokenize: bool, header: bool) -> Any:
         if not self._hf.chat_template:
             raise DataError(
                 f"the tokenizer in {self.folder} has no chat template, so it cannot read messages; "

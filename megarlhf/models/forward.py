@@ -24,14 +24,21 @@ from megarlhf.parallel.logprob import fused_logprob, soft_capped
 class Packed(Protocol):
     """Rows end to end: what a forward needs of `records.PackedRows`, on the model's device (cu_seqlens on any)."""
 
-    input_ids: Tensor
-    """[1, N] int64."""
-    position_ids: Tensor
-    """[1, N] int64, starting again at 0 in every row."""
-    cu_seqlens: Tensor
-    """[rows + 1] int32: where rows begin, then N."""
-    max_seqlen: int
-    """Tokens of the longest row."""
+    @property
+    def input_ids(self) -> Tensor:
+        """[1, N] int64."""
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, N] int64, starting again at 0 in every row."""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[rows + 1] int32: where rows begin, then N."""
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest row."""
 
 
 def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0) -> Tensor:

@@ -6,6 +6,7 @@ A mean keeps its total and its weight, so that the result does not depend on how
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,12 +58,17 @@ class Maximum:
 Metric = Mean | Total | Maximum
 
 
+def _merge(one: Any, other: Any) -> Metric:
+    """Two metrics of one kind."""
+    return one.merge(other)
+
+
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """One metric per name. A name may be missing from some parts."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            merged[name] = _merge(merged[name], metric) if name in merged else metric
     return merged
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class PackedRows:
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
         tensors = {name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = tensors
+        return replace(self, **moved)
 
 
 def pack_rows(experience: Experience, rows: Sequence[int], multiple: int = 1) -> PackedRows:

@@ -4,7 +4,7 @@ Padding does not exist here.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ class TokenBatch:
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
         values = {item.name: self.__dict__[item.name] for item in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Blocks:
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The storages that hold the tensors, each once, in the order in which they are first met; none without bytes."""
-    found = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
@@ -154,6 +154,7 @@ def _fill(group: list[_Emptied], place: Place) -> None:
     if place == "host":
         with device.beside_computation():
             for block in group:
+                assert block.host is not None, "what left for the host has a copy there"
                 bytes_of(block.storage).copy_(block.host, non_blocking=True)
         device.copies_are_next()
     elif place == "gone":

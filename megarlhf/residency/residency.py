@@ -159,8 +159,10 @@ class Residency:
 
     def close(self) -> None:
         """Removes the files. What waits on disk is lost."""
-        for held in (*self._blocks.values(), *self._exchanged.values()):
-            held.close()
+        for blocks in self._blocks.values():
+            blocks.close()
+        for weights in self._exchanged.values():
+            weights.close()
 
     def _entered(self, name: str, tenants: Sequence[Tenant]) -> Stage:
         if self._current is not None:
@@ -186,10 +188,11 @@ class Residency:
             else:
                 bytes_out += self._blocks[move.tenant].leave(move.target)
         self._places = after(self._places, planned)
-        for tenant in self._current.tenants if self._current else ():
-            self._last[tenant] = self._current.name
-            if self._current.changes(tenant):
-                self._blocks[tenant].have_changed()
+        if self._current is not None:
+            for tenant in self._current.tenants:
+                self._last[tenant] = self._current.name
+                if self._current.changes(tenant):
+                    self._blocks[tenant].have_changed()
         return bytes_in, bytes_out
 
     def _require_room(self, stage: Stage, places: Mapping[Tenant, Place]) -> None:

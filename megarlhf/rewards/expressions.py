@@ -181,7 +181,9 @@ class _Reader:
         if self.next == "[":
             self.take("[")
             digits = self.take()
-            degree = Fraction(digits) if digits.isdigit() and digits != "0" else self.take("a degree")
+            if not digits.isdigit() or digits == "0":
+                raise NotAnExpression(f"{digits!r} is no degree of a root")
+            degree = Fraction(digits)
             self.take("]")
         radicand = self.argument(depth)
         return lambda point: _root(radicand(point), int(degree))
@@ -197,7 +199,7 @@ def _binary(sign: str, left, right):
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if abs(exponent) > MAX_EXPONENT or abs(base) > 10**MAX_DIGITS:
+    if abs(exponent) > MAX_EXPONENT or abs(base) > 10**MAX_DIGITS:  # type: ignore[operator]  # mypy on Fraction | float
         raise NotAnExpression(f"an exponent of {exponent}")
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         return base ** int(exponent)

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -93,7 +93,7 @@ def call_reward(
     function: RewardFunction,
     prompts: Sequence[str],
     responses: Sequence[str],
-    metadata: Sequence[dict],
+    metadata: Sequence[Mapping],
     timeout_s: float,
 ) -> torch.Tensor:
     """Scores [B] float32 of the B responses.

@@ -48,7 +48,7 @@ class JsonServer:
     def url(self) -> str:
         """http://HOST:PORT."""
         host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}"
+        return f"http://{host!s}:{port}"
 
     def __enter__(self) -> Self:
         self._thread.start()

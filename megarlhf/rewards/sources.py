@@ -21,7 +21,8 @@ from megarlhf.rewards.remote import Endpoint, check_url, is_url, numbers, read_t
 class Source(Protocol):
     """Scores rows of texts; not collective."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def scores(self, rows: Experience) -> torch.Tensor:
         """[B] float32. Raises RewardError."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,7 @@ from megarlhf.weights.plan import BUCKET_BYTES
 from megarlhf.weights.transfers import Holding
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-_FOREIGN = {
+_FOREIGN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (None, False)),

@@ -34,7 +34,7 @@ class FilePlan:
 
     def digest(self) -> str:
         """SHA-256 of the plan: equal plans make equal files from equal sources."""
-        lines = [*sorted(self.sizes.items()), *self.known]
+        lines: list[tuple] = [*sorted(self.sizes.items()), *self.known]
         lines += [(unit.file, unit.offset, str(unit.dtype), unit.content) for unit in self.units]
         return hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest()
 

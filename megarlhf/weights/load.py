@@ -3,7 +3,7 @@
 All files are checked against what the model needs, by their headers, before any weight changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def _load(model: Model, folder: SafetensorsFolder, new_value_head: bool) -> Load
     return LoadReport(len(wanted), bytes_read, tuple(sorted(ignored)), bool(new), prefix)
 
 
-def assert_same_parameters(held: dict, parameters: dict) -> None:
+def assert_same_parameters(held: Mapping, parameters: Mapping) -> None:
     """The model has exactly the parameters that its local map names, in those shapes (ours to keep true)."""
     assert held.keys() == parameters.keys(), f"model and name table differ in {sorted(held.keys() ^ parameters.keys())}"
     for key, tensor in held.items():

@@ -111,7 +111,8 @@ class MegatronFolder:
         family = FAMILIES[self.architecture.family]
         vocabulary = {family.embedding.local, family.output.local}
         pieces: dict[str, list[tuple[Place, Piece]]] = {name: [] for name in self._shapes}
-        used, problems = set(), {}
+        used: set[str] = set()
+        problems: dict[str, str] = {}
         for place, tensor in whole_weights(self.architecture, self.head).items():
             present = [name for name in (place, *place.other_names()) if name.key in self.stored.names]
             found = present[0] if present else place

@@ -92,7 +92,7 @@ def fingerprint(source: Source) -> str:
     for name, shape in source.shapes.items():
         digest.update(f"{name} {source.tensors.dtype(name)} {shape}\n".encode())
         for box in _boxes(shape):
-            digest.update(_bits(source.tensors.read(name, box)).numpy())
+            digest.update(_bits(source.tensors.read(name, box)).numpy().data)
     return digest.hexdigest()
 
 

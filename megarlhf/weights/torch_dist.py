@@ -11,7 +11,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def aligned(offset: int) -> int:
     return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def write_table(folder: Path, shapes: dict[str, tuple[int, ...]], blocks: Iterable[Block]) -> None:
+def write_table(folder: Path, shapes: Mapping[str, tuple[int, ...]], blocks: Iterable[Block]) -> None:
     """Write `.metadata` for blocks that are on the disk; `shapes` are the whole tensors' by name."""
     table: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage = {}
@@ -94,8 +94,9 @@ def write_table(folder: Path, shapes: dict[str, tuple[int, ...]], blocks: Iterab
         if block.name not in table:
             properties = TensorProperties(dtype=block.dtype)
             table[block.name] = TensorStorageMetadata(properties, torch.Size(shapes[block.name]), [])
-        offsets = torch.Size(start for start, _ in block.box)
-        chunks = table[block.name].chunks
+        entry = table[block.name]
+        assert isinstance(entry, TensorStorageMetadata), f"{block.name} is a tensor and an object"
+        offsets, chunks = torch.Size(start for start, _ in block.box), entry.chunks
         storage[MetadataIndex(block.name, offsets, len(chunks))] = info
         chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape_of(block.box))))
     data = pickle.dumps(Metadata(table, None, storage, StorageMeta(), CURRENT_DCP_VERSION))
@@ -143,11 +144,16 @@ class TorchDistFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole tensor."""
-        return tuple(self._table.state_dict_metadata[name].size)
+        return tuple(self._entry(name).size)
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
-        return self._table.state_dict_metadata[name].properties.dtype
+        return self._entry(name).properties.dtype
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        entry = self._table.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is an object, not a tensor"
+        return entry
 
     def blocks(self, name: str) -> tuple[Block, ...]:
         """The blocks that a tensor is stored as."""

@@ -93,7 +93,7 @@ def write_unit(unit: Unit, tensors: Tensors, folder: Path) -> int:
     try:
         at, crc = unit.data_offset, 0
         for part in _parts(unit, tensors):
-            data = memoryview(part.view(-1).view(torch.uint8).numpy())
+            data = memoryview(part.view(-1).view(torch.uint8).numpy().data)
             for first in range(0, len(data), _WRITE_BYTES):
                 step = data[first : first + _WRITE_BYTES]
                 crc = zlib.crc32(step, crc)
@@ -138,7 +138,7 @@ def _bands(content: LocalTensor) -> list[tuple[int, int, tuple[Piece, ...]]]:
         start, stop = piece.target[0]
         for place in range(bisect_left(edges, start), bisect_left(edges, stop)):
             found[place].append(piece)
-    return [(*pair, tuple(pieces)) for *pair, pieces in zip(edges, edges[1:], found, strict=False)]
+    return [(row, end, tuple(pieces)) for row, end, pieces in zip(edges, edges[1:], found, strict=False)]
 
 
 def _assembled(content: LocalTensor, dtype: torch.dtype, tensors: Tensors) -> torch.Tensor:

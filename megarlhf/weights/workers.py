@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def write_units(units: Sequence[Unit], tensors: Tensors, folder: Path, workers: 
 
 def _write_in_processes(units: Sequence[Unit], tensors: Tensors, folder: Path, count: int, done: Done) -> None:
     _CONTEXT.set_forkserver_preload(["megarlhf.weights.convert"])
-    processes: dict[Connection, multiprocessing.Process] = {}
+    processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(count):
             here, there = _CONTEXT.Pipe()
@@ -50,17 +51,17 @@ def _write_in_processes(units: Sequence[Unit], tensors: Tensors, folder: Path, c
         for connection in processes:
             connection.send(None)
     except BaseException:
-        for process in processes.values():
-            process.terminate()
+        for started in processes.values():
+            started.terminate()
         raise
     finally:
-        for connection, process in processes.items():
-            process.join(_PATIENCE_S)
+        for connection, started in processes.items():
+            started.join(_PATIENCE_S)
             connection.close()
 
 
 def _hand_out(
-    units: Sequence[Unit], tensors: Tensors, processes: dict[Connection, multiprocessing.Process], done: Done
+    units: Sequence[Unit], tensors: Tensors, processes: dict[Connection, BaseProcess], done: Done
 ) -> None:
     """Give every worker a unit, and another one as often as it is ready."""
     ahead = len(processes)
@@ -74,13 +75,13 @@ def _hand_out(
             for following in units[place + ahead : place + ahead + 1]:
                 prefetch(following, tensors)
             place += 1
-        for connection in wait(list(busy)):
+        for connection in (connection for connection in wait(list(busy)) if isinstance(connection, Connection)):
             unit = busy.pop(connection)
             done(unit, _answer(connection, processes[connection], unit))
             idle.append(connection)
 
 
-def _answer(connection: Connection, process: multiprocessing.Process, unit: Unit) -> int:
+def _answer(connection: Connection, process: BaseProcess, unit: Unit) -> int:
     try:
         answer = connection.recv()
     except EOFError as problem:
@@ -106,6 +107,7 @@ def _serve(connection: Connection, tensors: Tensors, folder: Path) -> None:
             return
         if unit is None:
             return
+        answer: int | Exception
         try:
             answer = write_unit(unit, tensors, folder)
         except Exception as error:

@@ -90,3 +90,15 @@ def test_the_ci_script_stops_at_the_first_failure_and_runs_both_pythons():
     script = (ROOT / ".ci/run").read_text()
     assert "set -euo pipefail" in script and "make --no-print-directory test" in script and "3.12" in script
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_types_hold():
+    """mypy with the settings in pyproject.toml; its cache makes a second run quick."""
+    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout[-5000:] + checked.stderr[-2000:]
+
+
+def test_the_packages_say_that_they_have_types():
+    for package in ("megarlhf", "checkpoints_tools"):
+        assert (ROOT / package / "py.typed").exists()
+        assert re.search(rf'"{package}": \[[^]]*"py.typed"', (ROOT / "setup.py").read_text())
