@@ -2,6 +2,7 @@
 #   make quickstart   PPO on a real model, two ranks on this machine
 #   make test         all tests
 #   make test-core    the tests that depend on the megatron-core version
+#   make test-te      optional: Transformer Engine's own Python, on a CPU, beside what stands for it here
 #   make test-kill    30 runs with ranks killed at random moments
 #   make lint         ruff and mypy
 #   make te-reference Transformer Engine's Python sources, which tests compare with
@@ -21,7 +22,7 @@ ASSETS = assets/.made
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv assets te-reference quickstart test test-core test-kill lint
+.PHONY: venv assets te-reference quickstart test test-core test-te test-kill lint
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -56,6 +57,11 @@ test: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 
 test-core: $(INSTALLED) $(ASSETS) $(TE_REFERENCE)
 	$(VENV)/bin/python -m pytest -q $(CORE_TESTS) -m 'not slow'
+
+# A process of its own: beside Transformer Engine other modules are chosen. Skips itself where the download fails.
+test-te: $(INSTALLED)
+	-@$(MAKE) --no-print-directory te-reference
+	$(VENV)/bin/python -m pytest -q tests/transformer_engine_cpu
 
 test-kill: $(INSTALLED) $(ASSETS)
 	KILL_TRIALS=30 $(VENV)/bin/python -m pytest -q tests/loop/test_kill.py
