@@ -4,6 +4,7 @@
 #   make test-core    the tests that depend on the megatron-core version
 #   make test-te      optional: Transformer Engine's own Python, on a CPU, beside what stands for it here
 #   make test-kill    30 runs with ranks killed at random moments
+#   make bench        all benchmarks against what else one could use; BENCH=rollout runs one (docs/performance.md)
 #   make lint         ruff and mypy
 #   make te-reference Transformer Engine's Python sources, which tests compare with
 # PYTHON=python3.12 VENV=.venv312 choose another interpreter and folder.
@@ -22,7 +23,7 @@ ASSETS = assets/.made
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv assets te-reference quickstart test test-core test-te test-kill lint
+.PHONY: venv assets te-reference quickstart test test-core test-te test-kill bench lint
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -65,6 +66,9 @@ test-te: $(INSTALLED)
 
 test-kill: $(INSTALLED) $(ASSETS)
 	KILL_TRIALS=30 $(VENV)/bin/python -m pytest -q tests/loop/test_kill.py
+
+bench: $(INSTALLED) $(ASSETS)
+	$(VENV)/bin/python -m tests.benchmarks $(BENCH)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

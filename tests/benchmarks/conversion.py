@@ -1,6 +1,9 @@
-"""Time and peak anonymous memory of converting a synthetic model both ways, against cp and fsync of the same files.
+"""Time and peak memory of converting a synthetic model both ways, against cp and against transformers.
 
-python -m tests.benchmarks.conversion FOLDER [--size 7b] [--workers 2]
+python -m tests.benchmarks.conversion [--folder FOLDER] [--size 7b] [--workers 2]
+
+The rivals: cp and fsync of the same files, and loading plus saving with transformers. Memory is anonymous: the page
+cache is not counted, as it is given back when somebody needs it.
 
 The page cache is dropped before every stage (as root; otherwise the times are of a warm cache, and say so). Each stage
 is deleted as soon as the next one does not need it: twice the model's size of disk is in use at most.
@@ -12,14 +15,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
 from megarlhf.weights.safetensors_file import header_of, shards
+from tests.benchmarks.report import Row, finish
 from tests.tiny import tiny_config, tiny_shapes
 
 SIZES = {
@@ -82,11 +89,22 @@ def anonymous_bytes(process: psutil.Process) -> int:
     return total
 
 
-def measured(name: str, words: list[str]) -> float:
-    """Run a command from a cold cache; print its seconds and its peak anonymous memory. Returns the seconds."""
+@dataclass(frozen=True)
+class Cost:
+    """What a command took."""
+
+    seconds: float
+    peak_bytes: int
+    """Anonymous memory of it and all that it started."""
+    is_cold: bool
+    """The files had to be read from the disk."""
+
+
+def measured(words: Sequence[str]) -> Cost:
+    """Run a command from a cold cache."""
     is_cold = is_cache_dropped()
     start = time.perf_counter()
-    process = psutil.Popen(words, stdout=subprocess.DEVNULL)
+    process = psutil.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak, is_done = [0], threading.Event()
 
     def watch() -> None:
@@ -98,49 +116,85 @@ def measured(name: str, words: list[str]) -> float:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    code = process.wait()
+    _, errors = process.communicate()
     seconds = time.perf_counter() - start
     is_done.set()
     watcher.join()
-    if code:
-        raise SystemExit(f"{' '.join(words)}: exit code {code}")
-    note = "" if is_cold else "   (warm cache)"
-    print(f"{name:22} {seconds:7.2f} s   peak {peak[0] / 2**20:7.1f} MiB anonymous{note}", flush=True)
-    return seconds
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}\n{errors.decode()[-2000:]}")
+    return Cost(seconds, peak[0], is_cold)
+
+
+_TRANSFORMERS = (
+    "import sys; from transformers import AutoModelForCausalLM as M; "
+    "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2], max_shard_size='4GB')"
+)
+
+
+def rows(name: str, cost: Cost, copy: Cost, rival: Cost, gib: float) -> list[Row]:
+    """Time against both rivals, memory against transformers."""
+    note = f"{cost.seconds / gib:.1f} s a GiB; cp and fsync {copy.seconds / gib:.1f}, "
+    note += f"transformers {rival.seconds / gib:.1f}" + ("" if cost.is_cold else "; warm cache")
+    unit = "x transformers' load and save"
+    memory = f"{cost.peak_bytes / 2**20 / gib:.0f} MiB a GiB; transformers {rival.peak_bytes / 2**20 / gib:.0f}"
+    return [
+        Row(f"{name}, time", cost.seconds / rival.seconds, unit, "<= 1.0", note),
+        Row(f"{name}, time against cp", cost.seconds / copy.seconds, "x cp and fsync"),
+        Row(
+            f"{name}, peak memory",
+            cost.peak_bytes / rival.peak_bytes,
+            "x transformers' load and save",
+            "<= 1.0",
+            memory,
+        ),
+    ]
 
 
 def main() -> None:
-    """Write, copy, convert there and back, and clean up."""
+    """Write, copy, load and save, convert there and back, and clean up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="where there is room for two models; a temporary one without it")
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--workers", default="2")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    at = given.folder / "conversion_benchmark"
-    tool = [sys.executable, "-m"]
-    source, copied, back = at / "hf", at / "copy", at / "back"
-    there = at / "megatron"
-    workers = ["--workers", given.workers, "--without-tokenizer"]
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    at = Path(tempfile.mkdtemp(prefix="conversion_benchmark_", dir=given.folder))
     try:
-        print(f"{given.size}: {write_model(source, given.size) / 2**30:.2f} GiB", flush=True)
-        copy = ["sh", "-c", f'cp -r "{source}" "{copied}" && sync "{copied}"/*']
-        base = measured("cp and fsync", copy)
-        shutil.rmtree(copied)
-        for layout in ([], ["--tp", "4", "--pp", "2"]):
-            shutil.rmtree(there, ignore_errors=True)
-            words = [*tool, "checkpoints_tools.hf_to_megatron", str(source), str(there), *layout, *workers]
-            seconds = measured(" ".join(["to Megatron", *layout]), words)
-            print(f"{'':22} {seconds / base:7.2f} times cp", flush=True)
-        fingerprint = [*tool, "checkpoints_tools.inspect", "--fingerprint", "--json"]
-        before = json.loads(subprocess.check_output([*fingerprint, str(source)]))["fingerprint"]
-        shutil.rmtree(source)
-        words = [*tool, "checkpoints_tools.megatron_to_hf", str(there), str(back), *workers]
-        print(f"{'':22} {measured('to Hugging Face', words) / base:7.2f} times cp", flush=True)
-        shutil.rmtree(there)
-        after = json.loads(subprocess.check_output([*fingerprint, str(back)]))["fingerprint"]
-        print("every bit of every tensor is the same" if before == after else "THE TENSORS DIFFER")
+        finish(compared(at, given.size, given.workers), given.json)
     finally:
         shutil.rmtree(at, ignore_errors=True)
+
+
+def compared(at: Path, size: str, workers: str) -> list[Row]:
+    """All rows; `at` is an empty folder."""
+    source, copied, there, back = at / "hf", at / "copy", at / "megatron", at / "back"
+    tool, options = [sys.executable, "-m"], ["--workers", workers, "--without-tokenizer"]
+    gib = write_model(source, size) / 2**30
+    copy = measured(["sh", "-c", f'cp -r "{source}" "{copied}" && sync "{copied}"/*'])
+    shutil.rmtree(copied)
+    rival = measured(
+        ["sh", "-c", f'"$0" -c "$1" "{source}" "{copied}" && sync "{copied}"/*', sys.executable, _TRANSFORMERS]
+    )
+    shutil.rmtree(copied)
+    found = []
+    for layout in ([], ["--tp", "4", "--pp", "2"]):
+        shutil.rmtree(there, ignore_errors=True)
+        words = [*tool, "checkpoints_tools.hf_to_megatron", str(source), str(there), *layout, *options]
+        name = " ".join([f"{size} ({gib:.2f} GiB) to Megatron", *layout])
+        found += rows(name, measured(words), copy, rival, gib)
+    before = _fingerprint(source)
+    shutil.rmtree(source)
+    words = [*tool, "checkpoints_tools.megatron_to_hf", str(there), str(back), *options]
+    found += rows(f"{size} ({gib:.2f} GiB) to Hugging Face", measured(words), copy, rival, gib)
+    differs = _fingerprint(back) != before
+    return [*found, Row(f"{size}, tensors that differ after both", int(differs), "of one fingerprint", "<= 0")]
+
+
+def _fingerprint(folder: Path) -> str:
+    words = [sys.executable, "-m", "checkpoints_tools.inspect", "--fingerprint", "--json", str(folder)]
+    return json.loads(subprocess.check_output(words))["fingerprint"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Resident memory of PPO with four SmolLM2-135M-sized models: everything in memory, against everything idle on disk.
 
-python -m tests.benchmarks.residency FOLDER [--ranks 1] [--steps 1]     (needs `make assets`, 7 GiB of memory and disk)
+python -m tests.benchmarks.residency [--folder FOLDER] [--ranks 1] [--steps 1]
 
-The system's figure is the resident set of all ranks together, read from /proc by a process outside, above what they
-have after all imports. The accounting's figure is the largest `peak_bytes` of memory.jsonl.
+Needs `make assets`, 7 GiB of memory and disk. The system's figure is the resident set of all ranks together, read from
+/proc by a process outside, above what they have after all imports. The accounting's figure is the largest `peak_bytes`
+of memory.jsonl.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +21,7 @@ from megarlhf.config.algorithms import PPO
 from megarlhf.config.layout import Layout
 from megarlhf.config.residency import CriticResidency
 from megarlhf.config.settings import Actor, Critic, Data, PPORun, Reward, Rollout, Run
+from tests.benchmarks.report import Row, finish
 from tests.distributed.pool import free_port
 
 POLICY = Path("assets/SmolLM2-135M-Instruct")
@@ -117,20 +120,34 @@ def measured(run_settings: PPORun, ranks: int) -> tuple[int, int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    """The peak with everything idle on disk, as a share of the peak with everything in memory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where there is room; a temporary one without it")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    judge, figures = write_judge(options.folder / "judge"), {}
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    at = Path(tempfile.mkdtemp(prefix="residency_benchmark_", dir=options.folder))
+    try:
+        finish(compared(at, options.ranks, options.steps), options.json)
+    finally:
+        shutil.rmtree(at, ignore_errors=True)
+
+
+def compared(at: Path, ranks: int, steps: int) -> list[Row]:
+    """The two runs; `at` is an empty folder."""
+    judge, peaks, notes = write_judge(at / "judge"), {}, []
     for name, residency in {"device": CriticResidency(), "disk": CriticResidency(idle="disk")}.items():
-        run_settings = settings(options.folder / name, judge, options.ranks, options.steps, residency)
-        peak, accounted, seconds = figures[name] = measured(run_settings, options.ranks)
-        print(
-            f"idle {name:7} {options.ranks} ranks: peak {peak / 2**30:.2f} GiB above imports, accounted "
-            f"{accounted / 2**30:.2f} GiB ({accounted / peak - 1:+.1%}), {seconds:.0f} s"
+        peak, accounted, seconds = measured(settings(at / name, judge, ranks, steps, residency), ranks)
+        peaks[name] = peak
+        notes.append(
+            f"idle {name}: peak {peak / 2**30:.2f} GiB above imports, accounted {accounted / 2**30:.2f} "
+            f"({accounted / peak - 1:+.1%}), {seconds:.0f} s"
         )
-    print(f"disk / device: {figures['disk'][0] / figures['device'][0]:.1%}")
+    name = f"PPO of four 135M models, {ranks} ranks: peak memory, idle on disk"
+    return [Row(name, peaks["disk"] / peaks["device"], "x idle in memory", note="; ".join(notes))]
 
 
 if __name__ == "__main__":

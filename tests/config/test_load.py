@@ -148,9 +148,7 @@ def test_flags_of_every_kind():
     flags = "--actor.optimizer.learning_rate 1e-6 --actor.train.sp --run.tensorboard false --actor.dtype=bfloat16 "
     flags += "--reward.functions length mine:score --reward.weights 1 -2e-1 --critic.train.tp 2 --run.dir 12"
     loaded = load(PPORun, None, flags.split())
-    assert loaded.actor == Actor(
-        optimizer=Optimizer(learning_rate=1e-6), train=Layout(sp=True), dtype="bfloat16"
-    )
+    assert loaded.actor == Actor(optimizer=Optimizer(learning_rate=1e-6), train=Layout(sp=True), dtype="bfloat16")
     assert loaded.run == Run(tensorboard=False, dir="12")
     assert loaded.reward == Reward(functions=("length", "mine:score"), weights=(1.0, -0.2))
     assert loaded.critic.train == Layout(tp=2) and loaded.reward.train is None

@@ -82,9 +82,7 @@ def folders(tmp_path_factory):
 def one_process(folders):
     """The update of one rank, by folder."""
     cases = {"tied": "vocabulary", "untied": "vocabulary", "value": "value"}
-    return {
-        name: run_on_ranks(1, update, Layout(), 4096, str(folders[name]), head)[0] for name, head in cases.items()
-    }
+    return {name: run_on_ranks(1, update, Layout(), 4096, str(folders[name]), head)[0] for name, head in cases.items()}
 
 
 @pytest.mark.parametrize("model,case", CASES)
