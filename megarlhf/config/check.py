@@ -13,7 +13,7 @@ from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import lora_violations
-from megarlhf.config.precision import precision_violations
+from megarlhf.config.precision import FP8, precision_violations
 from megarlhf.config.residency import residency_violations, view_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Actor, Critic, Reward, Trainee
@@ -248,10 +248,15 @@ def _precisions(settings: AnyRun) -> Iterator[str]:
     for name, section in vars(settings).items():
         if not isinstance(section, Trainee | Critic | Reward):
             continue
-        recipes = {f"{name}.fp8": section.fp8}
-        if isinstance(section, Actor) and section.generate_fp8 is not None:
-            recipes[f"{name}.generate_fp8"] = section.generate_fp8
-        yield from precision_violations(section.layers, recipes, name)
+        yield from precision_violations(section.layers, recipes_of(section, name), name)
+
+
+def recipes_of(section: Trainee | Critic | Reward, name: str) -> dict[str, FP8]:
+    """The FP8 settings of the model in section `name`, by their own names."""
+    recipes = {f"{name}.fp8": section.fp8}
+    if isinstance(section, Actor) and section.generate_fp8 is not None:
+        recipes[f"{name}.generate_fp8"] = section.generate_fp8
+    return recipes
 
 
 def _consistency(settings: OnlineRun) -> Iterator[str]:
@@ -259,7 +264,8 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
     yield from residency_violations(settings.residency, follows=settings.reference.follow_rate > 0)
     if settings.residency.generator == "view":
         actor = settings.actor
-        yield from view_violations(actor.train, actor.generate, actor.lora.rank)
+        is_one = actor.generate_fp8 in (None, actor.fp8)
+        yield from view_violations(actor.train, actor.generate, actor.lora.rank, is_one_precision=is_one)
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
     warmup = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0

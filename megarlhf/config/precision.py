@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Layers = Literal["local", "emulated_fp8"]
+Layers = Literal["local", "te", "emulated_fp8"]
 Recipe = Literal["off", "blockwise", "tensorwise", "mxfp8", "delayed"]
 
 
@@ -42,7 +42,7 @@ def precision_violations(layers: Layers, recipes: dict[str, FP8], name: str) -> 
     on = [setting for setting, fp8 in recipes.items() if fp8.is_on]
     found = [
         f"{setting}.recipe: {recipes[setting].recipe} needs FP8 linears, and {name}.layers is local; set {name}.layers "
-        f"to emulated_fp8, or {setting}.recipe to off"
+        f"to te on a GPU, or to emulated_fp8, or {setting}.recipe to off"
         for setting in on
         if layers == "local"
     ]
@@ -50,7 +50,16 @@ def precision_violations(layers: Layers, recipes: dict[str, FP8], name: str) -> 
         found.append(f"{name}.layers: emulated_fp8 needs a recipe; set {name}.fp8.recipe, or {name}.layers to local")
     for setting in on:
         found += _recipe_violations(recipes[setting], setting)
+        found += _delayed_violations(recipes[setting], setting) if layers == "te" else []
     return found
+
+
+def _delayed_violations(fp8: FP8, setting: str) -> list[str]:
+    """Transformer Engine ends a step of delayed scaling where its context ends: there is one for all layers."""
+    kept = [name for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16") if vars(fp8)[name]]
+    if fp8.recipe != "delayed" or not kept:
+        return []
+    return [f"{setting}.{name}: delayed scaling covers all layers of layers te; set it to 0" for name in kept]
 
 
 def _recipe_violations(fp8: FP8, setting: str) -> list[str]:

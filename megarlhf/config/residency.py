@@ -56,12 +56,17 @@ class CriticResidency(Residency):
     """The critic's parts."""
 
 
-def view_violations(train: Layout, generate: Layout, lora_rank: int) -> Iterator[str]:
-    """Why the training weights cannot be sampled from as they are."""
+def view_violations(train: Layout, generate: Layout, lora_rank: int, *, is_one_precision: bool) -> Iterator[str]:
+    """Why the training weights cannot be sampled from as they are. `is_one_precision`: both compute alike."""
     if train != generate:
         yield (
             f"residency.generator: view samples from the training weights, and actor.generate {generate} is another "
             f"layout than actor.train {train}; make them the same, or choose freed"
+        )
+    if not is_one_precision:
+        yield (
+            "residency.generator: view samples with the training model, and actor.generate_fp8 is not actor.fp8; leave "
+            "actor.generate_fp8 out, or choose freed"
         )
     if lora_rank:
         yield (

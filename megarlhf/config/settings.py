@@ -65,7 +65,8 @@ class Trainee:
     dropout: float = 0.0
     """Dropout of attention weights and residual branches while training; policies that sample are best left at 0."""
     layers: Layers = "local"
-    """What the linears of the layers are: megatron-core's, or an emulation of FP8 (numerics only, any device, slow)."""
+    """What the linears of the layers are: megatron-core's (local); Transformer Engine's (te), on a GPU, in FP8 where
+    `fp8` says so; or an emulation of FP8 (emulated_fp8: numerics only, any device, slow)."""
     fp8: FP8 = FP8()
     """FP8 in training and scoring."""
     balance_coef: float = 0.0

@@ -5,7 +5,7 @@
 
 from megarlhf.device.arithmetic import matmul_float32
 from megarlhf.device.local import run_local_ranks
-from megarlhf.device.megatron import gradients_for_norm
+from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
 from megarlhf.device.memory import (
     PeakMeter,
     beside_computation,
@@ -36,6 +36,7 @@ __all__ = [
     "PeakMeter",
     "backend",
     "beside_computation",
+    "best_adam",
     "copies_are_next",
     "current",
     "empty_cache",
@@ -57,5 +58,6 @@ __all__ = [
     "run_local_ranks",
     "return_freed_memory",
     "synchronize",
+    "using_adam",
     "wait_for_copies",
 ]

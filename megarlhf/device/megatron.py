@@ -3,6 +3,15 @@
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from megarlhf.device.packages import can_import, has_fused_weight_gradients, has_real_apex
+
+Adam = Literal["te", "apex", "torch"]
 
 _WARNINGS = (
     "Apex is not installed",
@@ -56,3 +65,46 @@ def gradients_for_norm(optimizer) -> list:
     if hasattr(optimizer, "get_grads_for_grad_norm"):  # 0.19.2, where its name no longer says "main"
         return optimizer.get_grads_for_grad_norm()
     return optimizer.get_main_grads_for_grad_norm()
+
+
+def fuses_weight_gradients() -> bool:
+    """megatron-core's linears can add weight gradients up in their products: apex's kernel is here, and a GPU."""
+    return torch.cuda.is_available() and has_fused_weight_gradients()
+
+
+def best_adam(*, has_te_layers: bool) -> Adam:
+    """Whose Adam updates a model, by what is really installed: Transformer Engine's beside its layers, apex's, torch's.
+
+    Transformer Engine's is left alone unless its layers are asked for: that it is installed changes no other run.
+    """
+    if has_te_layers and can_import("transformer_engine"):
+        return "te"
+    return "apex" if torch.cuda.is_available() and has_real_apex() else "torch"
+
+
+@contextmanager
+def using_adam(kind: Adam) -> Iterator[None]:
+    """Optimizers that megatron-core builds inside the block are of this Adam; by itself it takes the first that it
+    can import, Transformer Engine's before apex's before torch's."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    before = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
+    chosen = _adam(kind)
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = chosen, kind == "torch", chosen
+    try:
+        yield
+    finally:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = before
+
+
+def _adam(kind: Adam) -> type[torch.optim.Optimizer]:
+    if kind == "te":
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        return FusedAdam
+    if kind == "apex":
+        from apex.optimizers import FusedAdam
+
+        return FusedAdam
+    return torch.optim.AdamW

@@ -195,9 +195,7 @@ class Learner:
         return metrics | routing_metrics(self.model) if self.model.tally else metrics
 
     def _micro_batches(self, part: Part, number: int) -> list[MicroBatch]:
-        batches = micro_batches(
-            part.experience, self.model.groups, self.max_tokens, keeps_groups=part.objective.keeps_groups
-        )
+        batches = micro_batches(part.experience, self.model, self.max_tokens, keeps_groups=part.objective.keeps_groups)
         return [replace(batch, part=number) for batch in batches]
 
     def _head(self, parts: Sequence[Part]):
@@ -259,9 +257,12 @@ def _build_optimizer(model: Model, chunks: list[DistributedDataParallel], settin
         clip_grad=settings.clip_grad,
         bf16=model.config.bf16,
         params_dtype=model.config.params_dtype,
+        fp8_recipe=model.config.fp8_recipe if model.config.fp8 else None,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, chunks, pg_collection=model.groups.collection, use_gloo_process_groups=False)
+    collection = model.groups.collection
+    with device.using_adam(device.best_adam(has_te_layers=model.linears.layers == "te")):
+        return get_megatron_optimizer(config, chunks, pg_collection=collection, use_gloo_process_groups=False)
 
 
 def _sum_gradients(chunks, _num_tokens, *, pg_collection, force_all_reduce):

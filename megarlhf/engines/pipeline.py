@@ -15,7 +15,6 @@ from megarlhf import device
 from megarlhf.models.build import Model
 from megarlhf.models.forward import packed_forward
 from megarlhf.parallel.context import stream_multiple
-from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import share
 from megarlhf.records.experience import Experience
 from megarlhf.records.packing import PackedRows, pack, pack_rows
@@ -61,16 +60,17 @@ def group_units(experience: Experience) -> list[list[int]]:
 
 
 def micro_batches(
-    experience: Experience, groups: Groups, max_tokens: int, *, keeps_groups: bool = False
+    experience: Experience, model: Model, max_tokens: int, *, keeps_groups: bool = False
 ) -> list[MicroBatch]:
-    """This rank's share of `experience` in its model's `groups`, packed to at most `max_tokens` tokens each.
+    """This rank's share of `experience`, packed to at most `max_tokens` tokens each, and padding where ranks need equal
+    shares of a stream, or linears a multiple of tokens.
 
     With `keeps_groups` the siblings of a prompt are in one micro-batch, which may then be larger.
     """
-    layout = groups.layout
+    groups, layout = model.groups, model.groups.layout
     units = group_units(experience) if keeps_groups else None
     plan = plan_rows(experience.lengths.tolist(), layout.dp(groups.world_size), max_tokens, units)
-    multiple = stream_multiple(layout)
+    multiple = stream_multiple(layout) * model.token_multiple
     mine = plan[groups.coordinates.dp]
     if layout.vp > 1:  # the interleaved schedule takes them by pp
         mine = mine + [[]] * (-len(mine) % layout.pp)
@@ -91,6 +91,7 @@ def _filler(num_tokens: int) -> PackedRows:
         targets=nothing,
         last_positions=nothing,
         num_valid=(),
+        num_padding=num_tokens,
     )
 
 
@@ -130,7 +131,8 @@ def run_pass(
 
 
 def _forward_step(model: Model, batch: MicroBatch, chunk: torch.nn.Module, head: Head, train: bool):
-    hidden = packed_forward(chunk, batch.packed, len(batch.rows) if train and model.tally else 0)
+    counted_rows = len(batch.rows) if train and model.tally else 0
+    hidden = packed_forward(chunk, batch.packed, counted_rows, batch.packed.num_padding)
     if train:
         return hidden, lambda output: _summed_loss(*head(output, batch))
     return hidden, lambda output, non_loss_data: head(output, batch)

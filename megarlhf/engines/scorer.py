@@ -30,7 +30,7 @@ def score_rows(
     `head(hidden, micro_batch)` returns the values of its rows, flat and in row order; `counts[row]` says how many.
     """
     groups = model.groups
-    batches = micro_batches(experience, groups, max_tokens)
+    batches = micro_batches(experience, model, max_tokens)
     modes = [chunk.training for chunk in model.chunks]
     for chunk in model.chunks:
         chunk.eval()

@@ -76,9 +76,9 @@ def _agreed(command: str, argv: Sequence[str]) -> tuple[AnyRun, "dist.Store"]:
     world_size = device.launched_world_size()
     if not found:
         device.prepare()
-        from megarlhf.loop.preflight import preflight
+        from megarlhf.loop.preflight import machine_violations, preflight
 
-        found = preflight(settings, world_size, " ".join([command, *argv]))
+        found = preflight(settings, world_size, " ".join([command, *argv])) + machine_violations(settings)
     folder = Path(settings.run.dir) if settings is not None else None
     if found and world_size == 1:
         _refuse(folder, found)

@@ -4,11 +4,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from megarlhf.config.check import recipes_of
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Critic, Reference, Reward, Trainee
 from megarlhf.data.files import HUB
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.device.transformer_engine import Machine, missing_for_te
 from megarlhf.errors import ConfigError
 from megarlhf.loop.disk import room_violations
 from megarlhf.loop.model_rules import head_violations, offline_length_violations, online_length_violations
@@ -16,6 +18,7 @@ from megarlhf.loop.remote import address_violations
 from megarlhf.loop.resuming import folder_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
 from megarlhf.models.architecture import Architecture, layout_violations
+from megarlhf.models.precision.linears import te_violations
 from megarlhf.models.score_config import score_rule, weight_violations
 from megarlhf.residency.schedule import homes
 from megarlhf.rewards.remote import read_token
@@ -32,6 +35,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     models = architectures({name: role for name, role in cast.items() if role.folder}, found)
     for name, architecture in models.items():
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
+        found += te_violations(cast[name].linears, architecture, cast[name].layout, cast[name].setting)
         found += _expert_violations(settings, cast[name], architecture)
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
@@ -51,6 +55,15 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     if not isinstance(settings, SFTRun | RewardModelRun):
         found += _reference_violations(settings.reference, models)
     return list(dict.fromkeys(found))
+
+
+def machine_violations(settings: AnyRun) -> list[str]:
+    """What the settings ask of this machine that it does not have, a sentence each."""
+    machine, found = Machine.here(), []
+    for name, section in vars(settings).items():
+        if isinstance(section, Trainee | Critic | Reward) and section.layers == "te":
+            found += missing_for_te(machine, name, recipes_of(section, name))
+    return found
 
 
 def _score_violations(settings: Reward, architecture: Architecture) -> list[str]:

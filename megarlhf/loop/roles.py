@@ -7,12 +7,13 @@ from typing import TypeVar
 
 from megarlhf.config.layout import Layout
 from megarlhf.config.lora import LoRA
-from megarlhf.config.precision import FP8
+from megarlhf.config.precision import FP8, Layers
 from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
 from megarlhf.config.settings import Critic, NewHead, Precision, Recompute, Trainee
 from megarlhf.errors import MegarlhfError
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.names import Head
+from megarlhf.models.precision.linears import Linears
 
 Value = TypeVar("Value")
 
@@ -39,14 +40,23 @@ class Role:
     labels: tuple[str, ...] = ()
     """Names of a new head's rows; none: one row."""
     is_trained: bool = False
+    layers: Layers = "local"
+    """What its linears are."""
     fp8: FP8 = FP8()
-    """Emulated in its linears."""
+    """What they compute in."""
 
     def has_new_head(self, architecture: Architecture) -> bool:
         """Whether the model starts with a head of its own rather than the one of its folder (`architecture`)."""
         if self.head != "value" or self.new_head == "never":
             return False
         return self.new_head == "always" or not architecture.num_labels
+
+    @property
+    def linears(self) -> Linears:
+        """The choice of linears as a model is built with it. Rollouts change the generator's weights at every step, so
+        that it keeps what it quantised for the many passes in between."""
+        is_frozen = not self.is_trained and self.name != "generator"
+        return Linears(self.layers, self.fp8, is_frozen=is_frozen, takes_adapters=self.lora.rank > 0)
 
     def built(self, architecture: Architecture) -> Architecture:
         """The architecture as it is built, with the labels of a new head."""
@@ -77,7 +87,16 @@ def _online(settings: OnlineRun) -> list[Role]:
     judge = actor.train
     sampled_in = actor.fp8 if actor.generate_fp8 is None else actor.generate_fp8
     found = [
-        Role("generator", actor.model, actor.generate, "vocabulary", actor.dtype, "actor.generate", fp8=sampled_in)
+        Role(
+            "generator",
+            actor.model,
+            actor.generate,
+            "vocabulary",
+            actor.dtype,
+            "actor.generate",
+            layers=actor.layers,
+            fp8=sampled_in,
+        )
     ]
     if isinstance(settings, PPORun):
         critic = settings.critic
@@ -86,7 +105,8 @@ def _online(settings: OnlineRun) -> list[Role]:
         found.append(replace(trained, new_head=critic.new_head))
     if reward.model:
         layout = reward.train or judge
-        found.append(Role("reward", reward.model, layout, "value", reward.dtype, "reward.train", fp8=reward.fp8))
+        role = Role("reward", reward.model, layout, "value", reward.dtype, "reward.train")
+        found.append(replace(role, layers=reward.layers, fp8=reward.fp8))
     return found
 
 
@@ -103,6 +123,7 @@ def _trained(name: str, folder: str, layout: Layout, head: Head, section: Traine
         dropout,
         section.recompute,
         is_trained=True,
+        layers=section.layers,
         fp8=section.fp8,
     )
 

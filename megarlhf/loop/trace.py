@@ -28,7 +28,7 @@ Trace = dict[tuple[int, str], float]
 @torch.no_grad()
 def trace(model: Model, experience: Experience, max_tokens: int) -> Trace:
     """Run the layers forward, and measure. Collective over the model's world; the same result on every rank."""
-    batches = micro_batches(experience, model.groups, max_tokens)
+    batches = micro_batches(experience, model, max_tokens)
     keys = [(layer, block) for layer in range(model.architecture.num_layers) for block in _BLOCKS]
     sums = torch.zeros(len(keys), dtype=torch.float64)
     hooks = []

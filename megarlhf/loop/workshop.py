@@ -12,6 +12,7 @@ from megarlhf.loop.run import Follower
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.build import Model, build_model
 from megarlhf.models.lora import add_lora
+from megarlhf.models.precision.linears import unaligned
 from megarlhf.parallel.groups import Groups, build_groups
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.average import Average
@@ -50,8 +51,16 @@ class Workshop:
             seed=None,
             dropout=role.dropout,
             recompute=role.recompute,
-            fp8=role.fp8,
+            linears=role.linears,
         )
+        ragged = unaligned(role.linears, architecture, role.layout)
+        if ragged and groups.rank == 0:
+            _log.warning(
+                "%s: blockwise scales cover 128 columns, and a rank has %s: what they are depends on tp (%s)",
+                role.name,
+                ", ".join(ragged),
+                role.setting,
+            )
         if load:
             report = load_weights(model, role.folder, new_value_head=role.has_new_head(in_folder))
             if groups.rank == 0:

@@ -1,8 +1,8 @@
 """Self-attention on `scaled_dot_product_attention`: grouped queries, sliding windows, plain and packed rows.
 
 Packed rows are one stream of tokens, [N, 1, ...]: `PackedSeqParams.cu_seqlens_q` (on the host) says where rows begin.
-A row attends only to itself. Rotary positions come from outside, one per token, so nothing here depends on packing but
-the attention itself.
+A row attends only to itself; tokens after the last row are padding, for which attention is zero. Rotary positions come
+from outside, one per token, so nothing here depends on packing but the attention itself.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,11 @@ class SDPACoreAttention(torch.nn.Module):
         if packed_seq_params is None:
             out = self._attend(query, key, value)
         else:
-            out = torch.cat([self._attend(*run) for run in self._runs(query, key, value, packed_seq_params)], dim=2)
+            runs = [self._attend(*run) for run in self._runs(query, key, value, packed_seq_params)]
+            padding = query.shape[2] - sum(run.shape[2] for run in runs)
+            if padding:
+                runs.append(query[:, :, query.shape[2] - padding :] * 0.0)
+            out = torch.cat(runs, dim=2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _runs(
@@ -132,7 +136,7 @@ class SDPACoreAttention(torch.nn.Module):
         """
         starts = packing.cu_seqlens_q.tolist()
         first = 0
-        for here, end in held_slices(starts[-1], self.context.size(), self.context.rank()):
+        for here, end in held_slices(key.shape[2], self.context.size(), self.context.rank()):
             for row, stop in zip(starts, starts[1:], strict=False):
                 begin, stop = max(here, row), min(end, stop)
                 if begin < stop:

@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megarlhf.config.layout import Layout
-from megarlhf.config.precision import FP8, NO_FP8
 from megarlhf.config.settings import Recompute
+from megarlhf.errors import LayoutError
 from megarlhf.models.architecture import Architecture, require_layout
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.gpt import GPT
 from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.moe import Tally
-from megarlhf.models.names import Cut, Head, Weight, stage_weights
-from megarlhf.models.precision.linear import emulate, forget_weights
+from megarlhf.models.names import Cut, Head, Weight, local_name, stage_weights
+from megarlhf.models.precision import linear, te
+from megarlhf.models.precision.linears import LOCAL, Linears, te_violations
 from megarlhf.models.transformer_config import transformer_config
 from megarlhf.parallel.groups import Groups
 
@@ -32,11 +33,18 @@ class Model:
     config: TransformerConfig
     tally: Tally | None = None
     """What the routers count; of a model with experts."""
+    linears: Linears = Linears()
+    """What the layers compute with."""
+    token_multiple: int = 1
+    """What the tokens that a rank runs through the layers at once must be a multiple of."""
 
     def named_parameters(self) -> dict[tuple[int, str], Parameter]:
-        """Every parameter of this rank by (chunk, name in the chunk); one entry for tied weights of one stage."""
+        """Every parameter of this rank by (chunk, name in the chunk); one entry for tied weights of one stage.
+
+        Names are those of megatron-core's local layers, whatever the layers are: families know no others.
+        """
         found = [(index, chunk.named_parameters()) for index, chunk in enumerate(self.chunks)]
-        return {(index, name): parameter for index, named in found for name, parameter in named}
+        return {(index, local_name(name)): parameter for index, named in found for name, parameter in named}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,7 +53,8 @@ class Model:
 
     def weights_changed(self) -> None:
         """To be called after every change of weights: FP8 linears forget the quantised copies that they keep."""
-        forget_weights(self.chunks)
+        linear.forget_weights(self.chunks)
+        te.forget_weights(self.chunks)
 
     def output_weight(self) -> Tensor:
         """[padded V/tp, H]: the vocabulary head's rows of this rank; on the last stage of a language model."""
@@ -64,24 +73,27 @@ def build_model(
     seed: int | None = 0,
     dropout: float = 0.0,
     recompute: Recompute = "none",
-    fp8: FP8 = NO_FP8,
+    linears: Linears = LOCAL,
 ) -> Model:
     """Build this rank's share on `device.current()`. Collective over the groups' world when embeddings are tied.
 
     Weights are random (normal with the config's initializer_range; norms 1, or 0 where a norm adds 1; biases and value
     head 0), drawn from `seed` and the tensor rank; with `seed` None they stay zero, for a model whose weights are about
     to be loaded. `dropout` acts on attention weights and residual branches while training; so does `recompute`, on what
-    is kept for the backward pass. `fp8` is emulated in the layers' linears.
-    Raises LayoutError when the layout does not fit the architecture.
+    is kept for the backward pass.
+    Raises LayoutError when the layout does not fit the architecture or its linears.
     """
     require_layout(architecture, groups.layout, "layout")
-    config = transformer_config(architecture, groups.layout, dtype, dropout, recompute)
+    problems = te_violations(linears, architecture, groups.layout, "layout")
+    if problems:
+        raise LayoutError(problems)
+    config = transformer_config(architecture, groups.layout, dtype, dropout, recompute, linears)
     tally = Tally() if architecture.mixture else None
-    chunks = [GPT(config, architecture, groups, head, index, tally) for index in range(groups.layout.vp)]
-    model = Model(architecture, groups, head, chunks, config, tally)
-    if fp8.is_on:
+    chunks = [GPT(config, architecture, groups, head, index, tally, linears) for index in range(groups.layout.vp)]
+    model = Model(architecture, groups, head, chunks, config, tally, linears, linears.token_multiple)
+    if linears.layers == "emulated_fp8" and linears.fp8.is_on:
         for chunk in model.chunks:
-            emulate(chunk.decoder, fp8, architecture.num_layers)
+            linear.emulate(chunk.decoder, linears, architecture.num_layers)
     if seed is not None:
         _initialise(model, seed)
     return model

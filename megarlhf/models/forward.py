@@ -41,19 +41,21 @@ class Packed(Protocol):
         """Tokens of the longest row."""
 
 
-def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0) -> Tensor:
+def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0, num_padding: int = 0) -> Tensor:
     """Communicates over the chunk's tp and cp. Hidden states [N/cp, 1, H] ([N/cp/tp, 1, H] with sp) of one chunk.
 
     `chunk` is a GPT, or the DistributedDataParallel around one. N must be a multiple of `stream_multiple(layout)`.
     Stages after the first read what `set_input_tensor` was given. Routers of experts count the tokens of the first
-    `counted_rows` rows while training.
+    `counted_rows` rows while training. The last `num_padding` tokens of the stream are padding: zeros in every layer,
+    so that no scale that tokens share depends on them.
     """
     starts = packed.cu_seqlens.cpu()
     # Not "thd": megatron-core would then rotate row by row. Angles are per token here (see GPT.rotary).
+    read = starts[starts <= packed.input_ids.shape[1] - num_padding]
     packing = PackedSeqParams(
         qkv_format="sbhd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
+        cu_seqlens_q=read,
+        cu_seqlens_kv=read,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
@@ -63,6 +65,7 @@ def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0
         position_ids=packed.position_ids[0],
         packed_seq_params=packing,
         token_rows=token_rows,
+        num_padding=num_padding,
     )
 
 

@@ -12,6 +12,7 @@ from megarlhf.models.heads import ValueHead
 from megarlhf.models.layers import finish_layer
 from megarlhf.models.moe import Tally
 from megarlhf.models.names import Head
+from megarlhf.models.precision.linears import LOCAL, Linears
 from megarlhf.models.rope import inverse_frequencies, rotary_angles
 from megarlhf.models.spec import block_spec
 from megarlhf.parallel.context import held_tokens
@@ -33,6 +34,7 @@ class GPT(GPTModel):
         head: Head,
         index: int,
         tally: Tally | None,
+        linears: Linears = LOCAL,
     ):
         """`index`: number of the chunk among those of its rank. `tally` is shared by the routers of a model with
         experts."""
@@ -40,7 +42,7 @@ class GPT(GPTModel):
         is_last = groups.is_last_stage and index == groups.layout.vp - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(layers, architecture, groups, tally),
+            transformer_layer_spec=block_spec(layers, architecture, groups, tally, linears),
             vocab_size=padded_vocab(architecture, groups.layout),
             max_sequence_length=architecture.max_positions,
             pre_process=groups.is_first_stage and index == 0,
@@ -73,25 +75,35 @@ class GPT(GPTModel):
             return embedded
         return embedded * torch.tensor(self.embedding_factor, dtype=embedded.dtype)
 
+    def _without_padding(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
+        """`embedded` with zeros for padding; `is_padding` [S] of the tokens of all tensor ranks."""
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+        return embedded.masked_fill(is_padding.to(embedded.device)[:, None, None], 0.0)
+
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         token_rows: Tensor | None = None,
+        num_padding: int = 0,
     ) -> Tensor:
         """Communicates over tp (not pp). Hidden states [S, B, H] ([S/tp, B, H] with sp), normed on the last stage.
 
         input_ids [B, S]; position_ids [S] shared by the batch. Packed: B = 1, S holds all rows. Stages after the first
         take their input from `set_input_tensor` and ignore input_ids. With cp the stream is given whole, and the result
         is of this rank's part. `token_rows` [1, S] makes routers of experts count: the row of each token of the whole
-        stream, -1 for padding.
+        stream, -1 for padding. The last `num_padding` tokens of the stream enter the layers as zeros.
         """
-        context = self.pg_collection.cp
+        context, num_tokens = self.pg_collection.cp, len(position_ids)
+        held = torch.arange(num_tokens)
         if context.size() > 1:
-            held = held_tokens(len(position_ids), context.size(), context.rank()).to(position_ids.device)
+            held = held_tokens(num_tokens, context.size(), context.rank()).to(position_ids.device)
             input_ids, position_ids = input_ids[:, held], position_ids[held]
         embedded = self.embed(input_ids, position_ids) if self.pre_process else None
+        if num_padding and embedded is not None:
+            embedded = self._without_padding(embedded, held >= num_tokens - num_padding)
         if self.config.recompute_granularity and embedded is not None and torch.is_grad_enabled():
             # What is computed again gets no gradient unless its input asks for one, which a frozen embedding does not.
             embedded.requires_grad_()

@@ -15,6 +15,16 @@ from megarlhf.models.head_styles import BIAS
 
 Head = Literal["vocabulary", "value"]
 
+FUSED_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+"""(how the name of a norm's weight begins in a layer, how it begins where the norm is part of the next linear).
+
+Transformer Engine's layers fuse them, and megatron-core's local layers store norms under the fused names too; see their
+`sharded_state_dict_keys_map`.
+"""
+
 
 class Cut(Enum):
     """How a weight is divided over tensor ranks. Rank r of tp holds:"""
@@ -94,15 +104,8 @@ class Family:
     value_head: Weight
     ignored_suffixes: tuple[str, ...]
     """Endings of tensor names that may be in a file and are derived, not loaded."""
-    stored_names: tuple[tuple[str, str], ...] = (
-        ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-        ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    )
-    """(how a name in a layer begins, how it begins in a megatron-core checkpoint), where the two differ.
-
-    megatron-core's local layers store norms under the names of Transformer Engine's fused ones; see their
-    `sharded_state_dict_keys_map`.
-    """
+    stored_names: tuple[tuple[str, str], ...] = FUSED_NORMS
+    """(how a name in a layer begins, how it begins in a megatron-core checkpoint), where the two differ."""
     mixture: tuple[Weight, ...] = ()
     """In place of a layer's feed-forward weights, where the architecture has a mixture of experts."""
 
@@ -175,6 +178,13 @@ def _written(
         hf=tuple(name.format(layer=layer, expert=expert) for name in weight.hf),
         shapes=tuple(tuple(sizes[word] for word in shape) for shape in weight.shapes),
     )
+
+
+def local_name(name: str) -> str:
+    """The name of a parameter of a chunk as families know it, whether its norms are fused into linears or not."""
+    for local, fused in FUSED_NORMS:
+        name = name.replace(f".{fused}", f".{local}")
+    return name
 
 
 def row_sources(weight: Weight, architecture: Architecture, tp: int, rank: int) -> list[int]:

@@ -7,7 +7,10 @@ from megatron.core.transformer import TransformerConfig
 
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Recompute
+from megarlhf.device.megatron import fuses_weight_gradients
 from megarlhf.models.architecture import Architecture
+from megarlhf.models.precision.linears import LOCAL, Linears
+from megarlhf.models.precision.te import config_fields
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -31,8 +34,10 @@ def transformer_config(
     dtype: torch.dtype,
     dropout: float = 0.0,
     recompute: Recompute = "none",
+    linears: Linears = LOCAL,
 ) -> TransformerConfig:
-    """The config of a model, without dropout unless it is asked for, and with every optional fused kernel off.
+    """The config of a model, without dropout unless it is asked for, and with every optional fused kernel off but one:
+    weight gradients are added up in the product itself where apex's kernel for it is installed.
 
     Micro-batches are packed and differ in length, so pipeline stages exchange shapes (`variable_seq_lengths`), and
     losses are divided by our own global counts, so megatron-core must not average (`calculate_per_token_loss`).
@@ -76,7 +81,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_weight_gradients(),
+        **config_fields(linears),
         **_RECOMPUTE[recompute],
     )
 

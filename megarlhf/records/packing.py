@@ -59,6 +59,8 @@ class PackedRows:
     """[rows] int64: index in the stream of each row's last token, where a reward model is read."""
     num_valid: tuple[int, ...]
     """Valid tokens of each row: splits a [M] result into rows."""
+    num_padding: int = 0
+    """Tokens at the end of the stream that belong to no row of the experience."""
 
     def split(self, values: Tensor) -> list[Tensor]:
         """A [M] result as one tensor per row, in the order of `rows`."""
@@ -93,6 +95,7 @@ def pack_rows(experience: Experience, rows: Sequence[int], multiple: int = 1) ->
         targets=stream[positions + 1],
         last_positions=starts[1 : len(rows) + 1] - 1,
         num_valid=tuple(int(mask.sum()) for mask in masks),
+        num_padding=padding,
     )
 
 

@@ -192,3 +192,14 @@ def test_fp8_needs_layers_that_can_and_layers_a_recipe():
     assert line.startswith("actor.layers: emulated_fp8 needs a recipe")
     (line,) = precision_violations("emulated_fp8", {"actor.fp8": FP8("delayed", amax_history=0)}, "actor")
     assert line == "actor.fp8.amax_history: 0 is out of range; choose 1 or more"
+    assert precision_violations("te", {"actor.fp8": FP8()}, "actor") == []
+    late = FP8("delayed", num_layers_at_end_in_bf16=1)
+    (line,) = precision_violations("te", {"actor.fp8": late}, "actor")
+    assert line.startswith("actor.fp8.num_layers_at_end_in_bf16: delayed scaling covers all layers")
+
+
+def test_a_view_of_the_training_weights_is_sampled_in_their_precision(plain):
+    words = "--residency.generator view --actor.layers emulated_fp8 --actor.fp8.recipe blockwise"
+    assert violations(settings(words)) == []
+    (line,) = violations(settings(words + " --actor.generate_fp8.recipe off"))
+    assert line.startswith("residency.generator: view samples with the training model")

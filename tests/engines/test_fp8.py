@@ -17,12 +17,14 @@ PATHS = ("update", "load", "reshard", "reference in", "reference out")
 def build(folder: str, fp8: FP8 = BLOCKWISE, layout: Layout | None = None, world_size: int = 1):
     from megarlhf.models.architecture import Architecture
     from megarlhf.models.build import build_model
+    from megarlhf.models.precision.linears import Linears
     from megarlhf.parallel.groups import build_groups
     from megarlhf.weights.load import load_weights
 
     groups = build_groups(layout or Layout(), world_size)
+    linears = Linears("emulated_fp8", fp8)
     model = build_model(
-        Architecture.from_folder(folder), groups, head="vocabulary", dtype=torch.float32, seed=None, fp8=fp8
+        Architecture.from_folder(folder), groups, head="vocabulary", dtype=torch.float32, seed=None, linears=linears
     )
     load_weights(model, folder)
     return model

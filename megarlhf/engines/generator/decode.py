@@ -100,7 +100,7 @@ def _run_stage(
     else:
         hidden = torch.empty(len(tokens), 1, model.config.hidden_size, dtype=model.dtype, device=tokens.device)
         dist.recv(hidden, src=_neighbour(model, -1), group=groups.pp)
-    hidden = _run_layers(steps, hidden, chunk.rotary(positions)[:, :, 0], attend)
+    hidden = _run_layers(steps, hidden, chunk.rotary(positions)[:, :, 0], attend, model.token_multiple)
     if groups.is_last_stage:
         return chunk.decoder.final_layernorm(hidden)
     dist.send(hidden.contiguous(), dst=_neighbour(model, 1), group=groups.pp)
@@ -111,14 +111,30 @@ def _neighbour(model: Model, offset: int) -> int:
     return dist.get_global_rank(model.groups.pp, model.groups.coordinates.pp + offset)
 
 
-def _run_layers(steps: Sequence[Steps], hidden: torch.Tensor, angles: torch.Tensor, attend: Attend) -> torch.Tensor:
+def _run_layers(
+    steps: Sequence[Steps], hidden: torch.Tensor, angles: torch.Tensor, attend: Attend, multiple: int
+) -> torch.Tensor:
+    """Linears see a multiple of `multiple` tokens: zeros are appended, which stay zeros, and attention is without them.
+
+    So no scale that tokens share depends on them.
+    """
+    num_tokens = len(hidden)
     turns = list(zip(angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), strict=True))
+    hidden = _padded(hidden, multiple)
     for index, step in enumerate(steps):
-        query, key, value = step.heads(step.input_norm(hidden))
-        query, key = (_rotate(heads[:, 0], *turns[step.rope_place]) for heads in (query, key))
-        hidden = hidden + step.project(attend(index, query, key, value[:, 0])[:, None])
-        hidden = hidden + step.mlp(step.mlp_norm(hidden))
-    return hidden
+        with step.precision():
+            query, key, value = (heads[:num_tokens, 0] for heads in step.heads(step.input_norm(hidden)))
+            query, key = (_rotate(heads, *turns[step.rope_place]) for heads in (query, key))
+            context = attend(index, query, key, value)[:, None]
+            hidden = hidden + step.project(_padded(context, multiple))
+            hidden = hidden + step.mlp(step.mlp_norm(hidden))
+    return hidden[:num_tokens]
+
+
+def _padded(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
+    """[N, 1, ...] followed by zeros, up to a multiple of tokens."""
+    missing = -len(tokens) % multiple
+    return torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])]) if missing else tokens
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

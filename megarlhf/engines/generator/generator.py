@@ -91,6 +91,8 @@ class Generator:
             completions = flight.run()
         for chunk, mode in zip(self.model.chunks, modes, strict=True):
             chunk.train(mode)
+        # What linears kept is of inference mode: no part of a graph, should this model be the one that trains.
+        self.model.weights_changed()
         return completions, flight
 
 

@@ -7,7 +7,9 @@ generation on a CPU makes a blocked copy of the weights first, when it is long e
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
 from megarlhf.models.moe import ExpertLayer
 from megarlhf.models.precision.linear import states
+from megarlhf.models.precision.te import layer_precision
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Expert = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -45,6 +48,8 @@ class Steps:
     scoring: Scoring
     rope_place: int
     """Which of the architecture's ropes turns the layer's heads."""
+    precision: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the layer computes in."""
 
 
 def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
@@ -110,6 +115,7 @@ def _module_steps(layer: torch.nn.Module, architecture: Architecture) -> Steps:
         mlp=_module_experts(layer.mlp) if layer.is_moe_layer else lambda hidden: _with_bias(layer.mlp(hidden)),
         scoring=attention.core_attention.scoring,
         rope_place=architecture.rope_place(layer.layer_number - 1),
+        precision=partial(layer_precision, layer.config, layer.layer_number),
     )
 
 

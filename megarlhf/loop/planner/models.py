@@ -17,6 +17,7 @@ from megarlhf.errors import CheckpointError
 from megarlhf.loop.roles import Role, attempt, roles
 from megarlhf.models.architecture import Architecture, read_json_object
 from megarlhf.models.names import Head
+from megarlhf.models.precision.linears import Linears
 
 COUNTED_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
@@ -40,8 +41,8 @@ class PlannedModel:
     dropout: float = 0.0
     recompute: Recompute = "none"
     micro_batch_tokens: int = 4096
-    is_eight_bit: bool = False
-    """Its linears emulate FP8; the quantised copies that they keep are not counted."""
+    linears: Linears = Linears()
+    """The quantised copies that FP8 ones keep are not counted."""
 
 
 @dataclass(frozen=True)
@@ -137,5 +138,5 @@ def _planned(settings: AnyRun, role: Role, architecture: Architecture) -> Planne
         dropout=role.dropout,
         recompute=role.recompute,
         micro_batch_tokens=section.micro_batch_tokens,
-        is_eight_bit=role.fp8.is_on,
+        linears=role.linears,
     )

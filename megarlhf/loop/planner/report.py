@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from megarlhf.loop.planner.plan import GIB, Plan, total_seconds
 from megarlhf.loop.planner.reshard import ReshardSummary
 from megarlhf.loop.planner.stages import StageBytes
+from megarlhf.models.precision.linears import Linears
 from megarlhf.residency.stages import Tenant
 
 MIB = 2**20
@@ -69,7 +70,7 @@ def _head(plan: Plan) -> str:
     for name, model in plan.cast.models.items():
         dp = "-" if question.world_size % model.layout.model_ranks else model.layout.dp(question.world_size)
         extra = f", recompute {model.recompute}" if model.is_trained and model.recompute != "none" else ""
-        extra += ", emulated FP8 (whose copies are not counted)" if model.is_eight_bit else ""
+        extra += _layers(model.linears)
         adapters = f", LoRA rank {model.lora.rank}" if model.lora.rank else ""
         lines.append(
             f"  {name:9} {model.architecture.family} {model.architecture.num_layers} layers of "
@@ -79,6 +80,15 @@ def _head(plan: Plan) -> str:
     sampled = f", of {work.prompt} + {work.response} tokens" if work.prompt else f", of {work.response} tokens"
     lines.append(f"  a step: {work.rows} sequences{sampled} at the longest, {work.updates} updates")
     return "\n".join(lines)
+
+
+def _layers(linears: Linears) -> str:
+    """What stands in a model's line when its layers are not megatron-core's local ones."""
+    words = ", layers te" if linears.layers == "te" else ""
+    if linears.fp8.is_on:
+        words += ", " if linears.layers == "te" else ", emulated "
+        words += f"FP8 {linears.fp8.recipe} (whose copies are not counted)"
+    return words
 
 
 def _stage_table(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megarlhf.config.precision import FP8
+from megarlhf.models.precision.linears import Linears
 from megarlhf.models.precision.quantise import E4M3
 from megarlhf.models.precision.recipe import Histories, Operand, gradient_format, operand
 
@@ -28,17 +29,20 @@ class State:
     until `forget_weights` is called. Transformer Engine's layers do the same.
     """
 
-    def __init__(self, settings: FP8):
+    def __init__(self, settings: FP8, *, keeps_weights: bool = True):
         self.settings = settings
+        self.keeps_weights = keeps_weights
         self.histories = Histories.empty(settings.amax_history) if settings.recipe == "delayed" else None
         self.kept: Operand | None = None
 
     def weight(self, weight: Tensor) -> Operand:
         """The quantised weight [rows, columns], kept from an earlier call if there is one."""
-        if self.kept is None:
-            history = self.histories.weight if self.histories else None
-            self.kept = operand(weight.detach(), self.settings, E4M3, is_weight=True, history=history)
-        return self.kept
+        if self.kept is not None:
+            return self.kept
+        history = self.histories.weight if self.histories else None
+        quantised = operand(weight.detach(), self.settings, E4M3, is_weight=True, history=history)
+        self.kept = quantised if self.keeps_weights else None
+        return quantised
 
     def input(self, values: Tensor) -> Operand:
         """Activations [tokens, columns]."""
@@ -82,8 +86,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: State) -> 
 class Emulated:
     """What an emulated linear computes with, in place of megatron-core's `_forward_impl`, and what it keeps."""
 
-    def __init__(self, settings: FP8):
-        self.state = State(settings)
+    def __init__(self, settings: FP8, *, keeps_weights: bool = True):
+        self.state = State(settings, keeps_weights=keeps_weights)
 
     def __call__(
         self,
@@ -105,18 +109,19 @@ class Emulated:
         return fp8_linear(input, weight, bias, self.state)
 
 
-def emulate(block: torch.nn.Module, settings: FP8, num_layers: int) -> None:
+def emulate(block: torch.nn.Module, linears: Linears, num_layers: int) -> None:
     """Makes the parallel linears of a block's layers compute in emulated FP8.
 
     `num_layers` are those of the whole model, whose first and last ones may be left as they are. `_forward_impl` is the
     one seam of megatron-core's linears, the same in both versions; parameters stay what they are.
     """
+    settings = linears.fp8
     first, end = settings.num_layers_at_start_in_bf16, num_layers - settings.num_layers_at_end_in_bf16
     for layer in block.layers:
         if first < layer.layer_number <= end:
             for part in layer.modules():
                 if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                    part._forward_impl = Emulated(settings)
+                    part._forward_impl = Emulated(settings, keeps_weights=not linears.is_frozen)
 
 
 def named_states(module: torch.nn.Module) -> Iterator[tuple[str, State]]:

@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarlhf.models.precision import BLOCK, MX_BLOCK
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128
-"""Side of a block of the blockwise recipe."""
-MX_BLOCK = 32
-"""Neighbours that share a scale in MXFP8 (OCP Microscaling Formats 1.0, section 5.2)."""
 
 
 @dataclass(frozen=True)

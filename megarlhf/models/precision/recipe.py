@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.config.precision import FP8
+from megarlhf.models.precision import BLOCK
 from megarlhf.models.precision.quantise import (
-    BLOCK,
     E4M3,
     E5M2,
     Quantised,

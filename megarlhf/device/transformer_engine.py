@@ -1,0 +1,76 @@
+"""What Transformer Engine's layers need of a machine, asked before anything is built, without importing it."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from megarlhf.config.precision import FP8
+from megarlhf.device.packages import can_import, installed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What matters of this process's machine."""
+
+    transformer_engine: str | None
+    """Version; None where it is not installed."""
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU, such as (9, 0) on Hopper; None without one."""
+    cuda: tuple[int, ...] = ()
+    """CUDA version that torch was built for."""
+
+    @classmethod
+    def here(cls) -> Self:
+        """As it is."""
+        found = (installed("transformer-engine") or "unknown") if can_import("transformer_engine") else None
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls(found, capability, tuple(int(part) for part in (torch.version.cuda or "").split(".") if part))
+
+
+_LEAST = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Compute capability that each recipe needs (transformer_engine/pytorch/quantization.py)."""
+_NEWEST_MXFP8 = (12, 0)
+"""From here on Transformer Engine does not support MXFP8 in all its products."""
+_BLOCKWISE_CUDA = (12, 9)
+
+
+def missing_for_te(machine: Machine, name: str, recipes: dict[str, FP8]) -> list[str]:
+    """Why the model in section `name` cannot have layers te on `machine`, a sentence each.
+
+    `recipes` by their setting's name (actor.fp8, actor.generate_fp8). FP8 is never replaced by another precision.
+    """
+    if machine.transformer_engine is None:
+        return [
+            f"{name}.layers: te needs Transformer Engine, which is not installed; install it "
+            f"(pip install --no-build-isolation 'megarlhf[te]'), or set {name}.layers to local"
+        ]
+    if machine.capability is None:
+        return [f"{name}.layers: te needs a GPU, and there is none here; set {name}.layers to local or emulated_fp8"]
+    found = []
+    for setting, fp8 in recipes.items():
+        if fp8.is_on:
+            found += _recipe_violations(machine, machine.capability, setting, fp8.recipe)
+    return found
+
+
+def _recipe_violations(machine: Machine, capability: tuple[int, int], setting: str, recipe: str) -> list[str]:
+    fits = [name for name in _LEAST if not _lacks(machine, capability, name)]
+    lacks = _lacks(machine, capability, recipe)
+    return [f"{setting}.recipe: {recipe} needs {lacks}; choose {' or '.join([*fits, 'off'])}"] if lacks else []
+
+
+def _lacks(machine: Machine, capability: tuple[int, int], recipe: str) -> str:
+    """What a recipe needs that is not there, and what is; empty when it can run."""
+    least = _LEAST[recipe]
+    if capability < least:
+        return f"a GPU of compute capability {_dotted(least)} or more, and this one has {_dotted(capability)}"
+    if recipe == "mxfp8" and capability >= _NEWEST_MXFP8:
+        return f"a GPU of compute capability 10.0 to 11.x, and this one has {_dotted(capability)}"
+    if recipe == "blockwise" and machine.cuda < _BLOCKWISE_CUDA:
+        return f"CUDA {_dotted(_BLOCKWISE_CUDA)} or newer, and torch was built for {_dotted(machine.cuda) or 'none'}"
+    return ""
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
