@@ -19,7 +19,7 @@ Credited = tuple[Experience, AlgorithmState, dict[str, float]]
 
 def policy_reads(settings: PolicyGradient) -> tuple[str, ...]:
     """Fields that every algorithm with samples needs; the reference only where something is made of it."""
-    reference = ("logp_reference",) if settings.kl_coef > 0 else ()
+    reference = ("logp_reference",) if settings.needs_reference else ()
     return ("logp_rollout", "logp_start", *reference, "score")
 
 

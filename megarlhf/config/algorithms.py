@@ -61,6 +61,11 @@ class PolicyGradient:
     target_kl: float = 0.0
     """Approximate KL(old, new) of an update beyond which the step's remaining minibatches are dropped; 0: never."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Something is made of the reference's log-probs."""
+        return self.kl_coef > 0
+
 
 @dataclass(frozen=True)
 class PPO(PolicyGradient):

@@ -26,15 +26,16 @@ class Sharing:
 def homes(settings: OnlineRun) -> dict[Tenant, Place]:
     """Where each tenant of a run that samples waits. The generator's cache and repacked weights outlive no rollout.
 
-    The reference has a place unless it is asked over HTTP or is the actor without its adapters; the reward model and
-    the critic where the run has one. A second set of weights that is exchanged into a module (the reference's, or those
-    of a reward model that lives in the critic's) stays where it waits: it holds the module's own meanwhile.
+    The reference has a place unless nothing is made of it, it is asked over HTTP, or it is the actor without its
+    adapters; the reward model and the critic where the run has one. A second set of weights that is exchanged into a
+    module (the reference's, or those of a reward model that lives in the critic's) stays where it waits: it holds the
+    module's own meanwhile.
     """
     residency = settings.residency
     found = _trained("actor", residency.actor, residency.idle)
     if isinstance(residency, CriticResidency):
         found |= _trained("critic", residency.critic, residency.idle)
-    if not settings.reference.url and not settings.actor.lora.rank:
+    if settings.algorithm.needs_reference and not settings.reference.url and not settings.actor.lora.rank:
         found[REFERENCE] = reference_home(residency)
     if settings.reward.model:
         found[Tenant("reward", WEIGHTS)] = residency.reward or residency.idle

@@ -1,5 +1,6 @@
 """Which moves a stage asks for, in which order, and what is said when there is no room."""
 
+from megarlhf.config.algorithms import GRPO
 from megarlhf.config.residency import CriticResidency, Residency, TrainedResidency
 from megarlhf.config.runs import GRPORun
 from megarlhf.config.settings import PPORun, Reward
@@ -64,6 +65,8 @@ def test_exceptions_stand_beside_the_choice_for_all():
 def test_a_run_has_only_the_tenants_of_its_models():
     where = homes(GRPORun(residency=Residency(generator="view")))
     assert {tenant.model for tenant in where if tenant.part == WEIGHTS} == {"actor", "reference"}
+    where = homes(GRPORun(algorithm=GRPO(kl_coef=0.0), residency=Residency(generator="view")))
+    assert {tenant.model for tenant in where if tenant.part == WEIGHTS} == {"actor"}, "nothing is made of a reference"
 
 
 def test_the_budget_names_both_stages_and_the_way_out():

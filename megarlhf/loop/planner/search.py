@@ -36,7 +36,7 @@ class Way:
 
     def flags(self, setting: str) -> Iterator[str]:
         """As the user would type it; `setting` is the layout's, such as actor.train."""
-        for name in ("tp", "pp", "sp"):
+        for name in ("tp", "pp", "ep", "sp"):
             yield f"--{setting}.{name} {str(vars(self.layout)[name]).lower()}"
         if self.recompute is not None:
             yield f"--{setting.partition('.')[0]}.recompute {self.recompute}"
@@ -130,9 +130,12 @@ def _ways(model: PlannedModel, question: Question) -> Iterator[tuple[Way, float]
     """The layouts of one model that its rules allow, each with the time of its stages."""
     world_size, work = question.world_size, workload_of(question.settings)
     most = min(question.gpu.gpus_per_node, world_size)
-    for tp, pp in product(_powers(most), _powers(world_size)):
-        layout = Layout(tp=tp, pp=pp, sp=tp > 1 and model.name != "generator")
-        if world_size % layout.model_ranks or layout_violations(model.architecture, layout, model.setting):
+    experts = _powers(most) if model.architecture.mixture else [1]
+    for tp, pp, ep in product(_powers(most), _powers(world_size), experts):
+        layout = Layout(tp=tp, pp=pp, ep=ep, sp=tp > 1 and model.name != "generator")
+        if world_size % layout.smallest_world or (model.name == "generator" and tp % ep):
+            continue
+        if layout_violations(model.architecture, layout, model.setting):
             continue
         for recompute in RECOMPUTE if model.is_trained else (None,):
             one = replace(model, layout=layout, recompute=recompute or "none")

@@ -93,8 +93,6 @@ class Ranks:
         sharing = sharing_of(self.settings, self.models)
         waits = homes(self.settings)
         reference = Tenant("reference", WEIGHTS)
-        if self.settings.reference.url or self.settings.actor.lora.rank:
-            del waits[reference]
         fixed = {reference: waits[reference]} if reference in waits else {}
         reward = Tenant("reward", WEIGHTS)
         if sharing.reward_in_critic:

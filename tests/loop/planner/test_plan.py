@@ -133,6 +133,17 @@ def test_recomputation_and_residency_make_room(recipe):
     assert plans[1].seconds["learn_actor"].likely > 1.2 * plans[0].seconds["learn_actor"].likely
 
 
+@pytest.mark.parametrize(
+    "flags", [["--actor.lora.rank", "4"], ["--reference.url", "http://127.0.0.1:8000"], ["--algorithm.kl_coef", "0"]]
+)
+def test_a_reference_that_is_not_kept_here_is_not_counted(recipe, flags, capsys):
+    stages = []
+    for words in ([], flags):
+        assert main(["plan", "ppo", str(recipe), "--ranks", "2", "--gpu", "cpu", "--json", *words]) == 0
+        stages.append({stage["stage"] for stage in json.loads(capsys.readouterr().out)["stages"]})
+    assert stages[0] - stages[1] == {"reference"}
+
+
 def test_dry_run_plans_in_place_of_a_run(recipe, capsys):
     assert main(["ppo", str(recipe), "--dry-run", "--ranks", "4", "--gpu", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -148,6 +159,20 @@ def test_the_reshard_is_shown_rank_by_rank_and_validated(recipe, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["is_validated"] and found["largest_bucket_bytes"] <= found["peak_extra_bytes"] <= 2 * 64 * 2**20
     assert sum(size for _, _, size in found["links"]) == found["bytes_moved"]
+
+
+def test_search_cuts_experts_too(tmp_path, capsys):
+    (tmp_path / "architectures").mkdir()
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    config = tiny_config() | mixture | {"num_experts_per_tok": 2}
+    (tmp_path / "architectures/tiny.json").write_text(json.dumps(config))
+    file = tmp_path / "sft.yaml"
+    file.write_text("actor: {model: models/tiny, train: {ep: 4}}\ndata: {path: data.jsonl, max_tokens: 64}\n")
+    assert main(["plan", "sft", str(file), "--ranks", "4", "--search", "--json"]) == 0
+    flags = [choice["flags"].split() for choice in json.loads(capsys.readouterr().out)["choices"]]
+    found = {words[words.index("--actor.train.ep") + 1] for words in flags}
+    assert found >= {"1", "2"}
+    assert all(main(["plan", "sft", str(file), "--ranks", "4", *words]) == 0 for words in flags)
 
 
 def test_search_offers_what_fits_quickest_first(recipe, capsys):
