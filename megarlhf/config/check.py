@@ -80,6 +80,7 @@ RANGES = {
     "run.save_every": NOT_NEGATIVE,
     "run.checkpoint_every": NOT_NEGATIVE,
     "run.keep_checkpoints": NOT_NEGATIVE,
+    "run.keep_capsules": NOT_NEGATIVE,
     "run.save_before_minutes": NOT_NEGATIVE,
     "run.stage_timeout_minutes": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,

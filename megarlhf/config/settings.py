@@ -267,6 +267,10 @@ class CorpusRun:
     (-loss/sft_avg) the lowest; empty: none."""
     checkpoint_in_background: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (12 bytes per trained parameter)."""
+    keep_capsules: int = 0
+    """Latest capsules that are kept in RUN_DIR/capsules/step_N, for `megarlhf replay`: what the stages of a step saw
+    and gave (about 64 bytes a token). Of the first step, and of each one that begins at a checkpoint, for as long as
+    that checkpoint is kept; 0: none."""
     save_before_minutes: float = 0.0
     """Minutes after the start by which a checkpoint must be on the disk: the step before which time would run out ends
     with one, and the run with exit code 75. 0: no limit."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarlhf.checkpoints.capsule import prune_capsules, write_capsule
 from megarlhf.checkpoints.discovery import (
+    found_steps,
     remove_checkpoint,
     remove_left_overs,
     step_folder,
@@ -36,6 +38,7 @@ from megarlhf.loop.dynamic import DynamicRollouts
 from megarlhf.loop.resuming import model_fingerprints
 from megarlhf.loop.run import Run
 from megarlhf.loop.stopping import Stopping
+from megarlhf.loop.tape import begin_tape, capsule_of, start_of
 from megarlhf.residency.stages import OPTIMIZER, WEIGHTS, Tenant
 from megarlhf.weights.gather import on_writer
 
@@ -101,14 +104,36 @@ class Keeper:
 
     def after_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Saves when it is due after `step` steps, or when the run is asked to stop: then raises Requeue."""
+        self._keep_capsule(step)
         every, is_last = self._settings.checkpoint_every, step == self._run.num_steps
         reason = self._stopping.reason(self._group)
         if self._pending is not None and (reason or is_last or self._all_written()):
             self._finish()
         if reason or (every and (step % every == 0 or is_last)):
             self._save(step, numbers, is_background=self._settings.checkpoint_in_background and not (reason or is_last))
+            if not (reason or is_last):
+                self.expect_capsule(step_folder(Path(self._settings.dir), step))
         if reason and not is_last:
             raise Requeue(f"requeue: stopped by {reason} after saving step {step}; the same command goes on from there")
+
+    def expect_capsule(self, start: Path | None) -> None:
+        """Has the next step taken down, when capsules are kept. `start`: the checkpoint that it begins at."""
+        if self._settings.keep_capsules:
+            name = start_of(start, Path(self._settings.dir)) if start else ""
+            self._run.tape = begin_tape(self._run, name)
+
+    def _keep_capsule(self, step: int) -> None:
+        run = self._run
+        if run.tape is None:
+            return
+        with run.spans("capsule"):
+            capsule, run.tape = capsule_of(run, run.tape, step), None
+            on_writer(lambda: write_capsule(run.folder, capsule), self._group)
+            on_writer(lambda: self._prune_capsules(step - 1), self._group)
+
+    def _prune_capsules(self, *being_written: int) -> None:
+        checkpoints = [*found_steps(self._run.folder), *being_written]
+        prune_capsules(self._run.folder, self._settings.keep_capsules, checkpoints)
 
     def _save(self, step: int, numbers: Mapping[str, float], *, is_background: bool) -> None:
         start = time.monotonic()
@@ -146,6 +171,8 @@ class Keeper:
         for manifest in manifests:
             if manifest.step not in kept:
                 remove_checkpoint(step_folder(folder, manifest.step))
+        if self._settings.keep_capsules:
+            self._prune_capsules()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}

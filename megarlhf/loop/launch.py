@@ -151,6 +151,7 @@ def run_training(
             first_step = keeper.restore(start) if start else 0
             if is_online and not keeper.before:
                 keeper.before = show(run)
+            keeper.expect_capsule(start.folder if start else None)
             train(run, first_step, keeper.after_step)
             after = show(run) if is_online else []
             run.export()

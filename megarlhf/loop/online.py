@@ -47,10 +47,15 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Models that each stage works with, by its name; the reward model's place is decided by `_judge_and_critic`."""
 
 
-def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, reporter: Reporter) -> Run:
-    """Everything a run needs, with weights loaded. Collective over the world; `settings` passed `preflight`."""
+def build_online(
+    settings: OnlineRun, algorithm: Algorithm, world_size: int, reporter: Reporter, source: Source | None = None
+) -> Run:
+    """Everything a run needs, with weights loaded. Collective over the world; `settings` passed `preflight`.
+
+    Given a `source` of batches, nothing is sampled: there is no generator, and prompts are not read.
+    """
     tokenizer = Tokenizer(settings.actor.model, stop_tokens=settings.rollout.stop_tokens)
-    prompts = read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
+    prompts = None if source else read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
     mixtures = _mixtures(settings, tokenizer)
     cast, workshop = roles(settings), Workshop(world_size, settings.run.seed)
     reported: list[dict[str, Metric]] = []
@@ -66,8 +71,9 @@ def build_online(settings: OnlineRun, algorithm: Algorithm, world_size: int, rep
     judge, learners = _judge_and_critic(settings, workshop, cast, updates, residency)
     modules = MODULES | {"reward": judge.modules}
     scores = reward_scores(settings.reward, judge.scorer, tokenizer.fingerprint, reported.append)
-    source: Source = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
-    if settings.rollout.extra_rounds:
+    if prompts is not None:
+        source = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
+    if settings.rollout.extra_rounds and prompts is not None:
         scoring = partial(residency.stage, "reward", [Tenant(model, WEIGHTS) for model in judge.modules])
         source = DynamicRollouts(source, scores, scoring, settings.rollout.extra_rounds, reported.append)
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from megarlhf.checkpoints.capsule import FOLDER_NAME as CAPSULES
 from megarlhf.checkpoints.discovery import FOLDER_NAME, checkpoint_at, found_steps, step_folder, whole_checkpoints
 from megarlhf.checkpoints.fingerprint import folder_fingerprint
 from megarlhf.checkpoints.load import Checkpoint, intact_together, latest_intact
@@ -133,7 +134,7 @@ def _announce(found: Path | None, folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for name in (FOLDER_NAME, *_EXPORTS):
+    for name in (FOLDER_NAME, CAPSULES, *_EXPORTS):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

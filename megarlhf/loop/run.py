@@ -18,6 +18,7 @@ from megarlhf.engines.pipeline import group_units
 from megarlhf.loop.gap import watch_gap
 from megarlhf.loop.objectives import objective
 from megarlhf.loop.roles import Role
+from megarlhf.loop.tape import Tape
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
@@ -127,6 +128,8 @@ class Run:
     """Metrics of the step's updates, and of stages that share this list; merged and emptied by `finish`."""
     memory: Sequence[Record] = ()
     """What the last step took, added up over ranks."""
+    tape: Tape | None = None
+    """Takes down the step, when a capsule of it is to be kept."""
     _objectives: dict[str, Objective] = field(default_factory=dict)
 
     @property
@@ -151,11 +154,14 @@ class Run:
             name: objective(self.algorithm, now, learner.model.head, self.temperature)
             for name, learner in self.learners.items()
         }
+        scored, state = batch, self.state
         if self.algorithm.credit is not None:
             batch, self.state, numbers = self.algorithm.credit(batch, self.settings.algorithm, self.state)
             self.metrics |= numbers
             if isinstance(self.settings, OnlineRun):
                 watch_gap(self.settings.rollout, numbers, warns=dist.get_rank() == 0)
+        if self.tape is not None:
+            self.tape.state, self.tape.scored, self.tape.credited = state.numbers(), scored, batch
         if batch.entropy is not None and bool(batch.mask.any()):
             self.metrics["objective/entropy"] = float(batch.entropy[batch.mask].mean())
         return batch
@@ -183,6 +189,8 @@ class Run:
     def record(self, name: str, update: Update) -> bool:
         """Keeps an update's metrics; true when it went too far from the policy that sampled, so the step should end."""
         self.reported.append(update.metrics)
+        if self.tape is not None:
+            self.tape.learn(name, update)
         self.metrics[f"gradient_norm/{name}"] = update.gradient_norm
         if not update.applied:
             self.metrics["updates/skipped"] = self.metrics.get("updates/skipped", 0) + 1

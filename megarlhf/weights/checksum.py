@@ -3,7 +3,7 @@
 sum over elements of bits * (2 * index + 1), modulo 2^64, with the element's index in the whole tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -59,12 +59,20 @@ def require_equal_weights(
 @torch.no_grad()
 def _piece_sum(tensor: torch.Tensor, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for values, index in indexed_chunks(tensor, piece, shape):
+        bits = values.to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64)
+        total = total + (bits * (2 * index + 1)).sum()
+    return total
+
+
+def indexed_chunks(
+    tensor: torch.Tensor, piece: Piece, shape: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A piece's values, a bounded part at a time, each with its index in the flattened whole tensor of `shape`."""
     for box in split(piece.target, _CHUNK_ELEMENTS):
-        bits = tensor[slices(box)].to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64)
         shift = [there - here for (there, _), (here, _) in zip(piece.source, piece.target, strict=True)]
         whole_box = tuple((start + by, stop + by) for (start, stop), by in zip(box, shift, strict=True))
-        total = total + (bits * (2 * _indexes(whole_box, shape, bits.device) + 1)).sum()
-    return total
+        yield tensor[slices(box)], _indexes(whole_box, shape, tensor.device)
 
 
 def _indexes(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
