@@ -14,7 +14,13 @@ BLOCKWISE = FP8("blockwise")
 PATHS = ("update", "load", "reshard", "reference in", "reference out")
 
 
-def build(folder: str, fp8: FP8 = BLOCKWISE, layout: Layout | None = None, world_size: int = 1):
+def build(
+    folder: str,
+    fp8: FP8 = BLOCKWISE,
+    layout: Layout | None = None,
+    world_size: int = 1,
+    layers: str = "emulated_fp8",
+):
     from megarlhf.models.architecture import Architecture
     from megarlhf.models.build import build_model
     from megarlhf.models.precision.linears import Linears
@@ -22,7 +28,7 @@ def build(folder: str, fp8: FP8 = BLOCKWISE, layout: Layout | None = None, world
     from megarlhf.weights.load import load_weights
 
     groups = build_groups(layout or Layout(), world_size)
-    linears = Linears("emulated_fp8", fp8)
+    linears = Linears(layers, fp8)
     model = build_model(
         Architecture.from_folder(folder), groups, head="vocabulary", dtype=torch.float32, seed=None, linears=linears
     )
@@ -37,7 +43,7 @@ def logps(model) -> torch.Tensor:
     return LogprobScorer(model, "logp_reference", 1.0, 4096).annotate(frozen_batch()).logp_reference
 
 
-def left_stale(rank: int, world_size: int, path: str, folder: str, other: str) -> bool:
+def left_stale(rank: int, world_size: int, path: str, folder: str, other: str, layers: str = "emulated_fp8") -> bool:
     """Whether, once weights changed along `path`, a model computes with what it kept of those before."""
     from megarlhf.engines.learner import Learner
     from megarlhf.engines.scorer import LogprobScorer, ReferenceScorer
@@ -46,7 +52,7 @@ def left_stale(rank: int, world_size: int, path: str, folder: str, other: str) -
     from megarlhf.weights.load import load_weights
     from tests.engines.test_learner import ppo_part
 
-    model = build(folder)
+    model = build(folder, layers=layers)
     learner = Learner(model, Optimizer(learning_rate=0.1), total_updates=1, max_tokens=4096)
     before = logps(model)
     if path == "update":
@@ -54,20 +60,19 @@ def left_stale(rank: int, world_size: int, path: str, folder: str, other: str) -
     if path == "load":
         load_weights(model, other)
     if path == "reshard":
-        Resharder(build(other), model).run()
+        Resharder(build(other, layers=layers), model).run()
     if path.startswith("reference"):
-        snapshot = Snapshot(build(other).named_parameters())
+        snapshot = Snapshot(build(other, layers=layers).named_parameters())
         scorer = ReferenceScorer(snapshot, LogprobScorer(model, "logp_reference", 1.0, 4096))
         seen = scorer.annotate(frozen_batch()).logp_reference
         if path == "reference in":
-            return not torch.equal(seen, logps(build(other)))
+            return not torch.equal(seen, logps(build(other, layers=layers)))
         return not torch.equal(logps(model), before)
-    return not torch.equal(logps(model), logps(copy_of(model, folder)))
+    return not torch.equal(logps(model), logps(copy_of(model, build(folder, layers=layers))))
 
 
-def copy_of(model, folder: str):
-    """A model with the same weights that has kept nothing."""
-    fresh = build(folder)
+def copy_of(model, fresh):
+    """`fresh`, which has kept nothing, with the weights of `model`."""
     with torch.no_grad():
         for key, parameter in fresh.named_parameters().items():
             parameter.copy_(model.named_parameters()[key])
@@ -102,7 +107,7 @@ def test_a_path_that_tells_nothing_is_found_out(path, folders):
     assert run_on_ranks(1, left_stale_when_nothing_is_told, path, *folders) == [True]
 
 
-def sampled_stale(rank: int, world_size: int, folder: str, other: str) -> bool:
+def sampled_stale(rank: int, world_size: int, folder: str, other: str, layers: str = "emulated_fp8") -> bool:
     """Whether the generator samples with what it kept of the weights before a reshard."""
     from megarlhf.engines.generator import Generator, Request, Sampling
     from megarlhf.weights.exchange import Resharder
@@ -111,10 +116,10 @@ def sampled_stale(rank: int, world_size: int, folder: str, other: str) -> bool:
         sampling = Sampling(max_new_tokens=12, temperature=1.0, stop_ids=(), seed=0, step=0)
         return Generator(model, max_slots=4).generate([Request((5, 6, 7), row, 0) for row in range(4)], sampling)
 
-    model = build(folder)
+    model = build(folder, layers=layers)
     sample(model)
-    Resharder(build(other), model).run()
-    return [one.logps for one in sample(model)] != [one.logps for one in sample(build(other))]
+    Resharder(build(other, layers=layers), model).run()
+    return [one.logps for one in sample(model)] != [one.logps for one in sample(build(other, layers=layers))]
 
 
 def test_the_generator_samples_in_fp8_with_the_latest_weights(folders):
