@@ -60,10 +60,3 @@ def test_the_quickstart_moves_weights_between_two_layouts():
     actor = load(PPORun, EXAMPLES / "quickstart.yaml", []).actor
     assert (actor.train.pp, actor.train.dp(2)) == (2, 1)
     assert (actor.generate.model_ranks, actor.generate.dp(2)) == (1, 2)
-
-
-def test_the_readmes_reward_function_works():
-    (code,) = re.findall(r"```python\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)
-    namespace: dict = {}
-    exec(code, namespace)
-    assert namespace["politeness"](["p", "p"], ["yes please", "no"], [{}, {}]) == [1.0, 0.0]
