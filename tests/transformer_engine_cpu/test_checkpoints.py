@@ -40,15 +40,13 @@ def read(rank: int, world_size: int, folder: str, checkpoint: str) -> tuple[dict
     model; for each (tensor_model_parallel, partition_dim, sequence_parallel); and the modules' types."""
     from megatron.core import dist_checkpointing
 
-    from megarlhf.parallel.groups import build_groups
     from tests.transformer_engine_cpu.theirs import empty_model, global_groups, sharded_state
 
     given = json.loads(Path(folder, "config.json").read_text())
-    groups = build_groups(LAYOUT, world_size)
     with global_groups(LAYOUT):
-        model = empty_model(given, groups)
-        model.load_state_dict(dist_checkpointing.load(sharded_state(model, groups), checkpoint))
-    first = groups.coordinates.pp * given["num_hidden_layers"] // LAYOUT.pp
+        model = empty_model(given, LAYOUT)
+        model.load_state_dict(dist_checkpointing.load(sharded_state(model), checkpoint))
+    first = rank // LAYOUT.tp * given["num_hidden_layers"] // LAYOUT.pp
     named = {in_whole_model(name, first): parameter for name, parameter in model.named_parameters()}
     marks = {name: marks_of(parameter) for name, parameter in named.items()}
     weights = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -206,14 +204,13 @@ def save(folder: Path, checkpoint: Path, target: Path, **fields) -> None:
     """Read megarlhf's checkpoint of a model, save it with megatron-core again."""
     from megatron.core import dist_checkpointing
 
-    from megarlhf.parallel.groups import build_groups
-    from tests.transformer_engine_cpu.theirs import empty_model, sharded_state
+    from tests.transformer_engine_cpu.theirs import empty_model, global_groups, sharded_state
 
-    groups = build_groups(Layout(), 1)
-    model = empty_model(json.loads((folder / "config.json").read_text()), groups, **fields)
-    model.load_state_dict(dist_checkpointing.load(sharded_state(model, groups), str(checkpoint)))
-    target.mkdir()
-    dist_checkpointing.save(sharded_state(model, groups), str(target))
+    with global_groups(Layout()):
+        model = empty_model(json.loads((folder / "config.json").read_text()), Layout(), **fields)
+        model.load_state_dict(dist_checkpointing.load(sharded_state(model), str(checkpoint)))
+        target.mkdir()
+        dist_checkpointing.save(sharded_state(model), str(target))
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral", "qwen3_moe", "llama with states"])

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from megarlhf.config.layout import Layout
-from megarlhf.parallel.groups import Groups
 
 _GEMMA = {"gemma2", "gemma3_text"}
 
@@ -51,12 +50,13 @@ def config_of(given: dict, layout: Layout, **fields):
     )
 
 
-def empty_model(given: dict, groups: Groups, **fields):
-    """The GPTModel, its weights not numbers."""
+def empty_model(given: dict, layout: Layout, **fields):
+    """The GPTModel on this rank, its weights not numbers; inside `global_groups`."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    config = config_of(given, groups.layout, **fields)
+    config = config_of(given, layout, **fields)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -65,30 +65,33 @@ def empty_model(given: dict, groups: Groups, **fields):
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=given["vocab_size"] + -given["vocab_size"] % groups.layout.tp,
+        vocab_size=given["vocab_size"] + -given["vocab_size"] % layout.tp,
         max_sequence_length=128,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=given["tie_word_embeddings"],
-        pg_collection=groups.collection,
     )
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     return model
 
 
-def sharded_state(model, groups: Groups) -> dict:
+def sharded_state(model) -> dict:
     """What megatron-core saves and loads of a rank's share."""
-    return model.sharded_state_dict(metadata={"dp_cp_group": groups.collection.dp_cp})
+    from megatron.core import parallel_state
+
+    return model.sharded_state_dict(
+        metadata={"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    )
 
 
 @contextmanager
 def global_groups(layout: Layout) -> Iterator[None]:
-    """megatron-core's checkpoints ask its global groups, of which megarlhf makes none."""
+    """megatron-core's own process groups; megarlhf makes none of them, but for one buffer."""
     from megatron.core import parallel_state
 
-    parallel_state.destroy_global_memory_buffer()  # the one global that megarlhf does make
+    parallel_state.destroy_global_memory_buffer()
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_tensor_parallel_size=1)
     try:
         yield
