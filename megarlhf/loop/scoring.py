@@ -4,13 +4,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megarlhf.config.settings import Reward
-from megarlhf.engines.scorer import ExchangedRewardModelScorer, RewardModelScorer
 from megarlhf.errors import RewardError
 from megarlhf.loop.remote import ask_on_all_ranks
 from megarlhf.models.score_config import ScoreRule
@@ -26,6 +25,24 @@ ISOLATION_LIMITS = 4
 """Finding the failing rows of a call may take as many times reward.timeout_s; then the rest count as failing too."""
 
 
+class RewardModel(Protocol):
+    """A reward model, wherever it lives."""
+
+    @property
+    def rule(self) -> ScoreRule:
+        """How the labels' scores become one."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the K labels."""
+        ...
+
+    def raw_scores(self, experience: Experience) -> torch.Tensor:
+        """[B, K] float32, as the head gives them. Collective over the world."""
+        ...
+
+
 @dataclass(frozen=True)
 class Scores:
     """Fills `score`: the reward model's (when there is one) and the sources' scores, times `weights` in that order.
@@ -35,7 +52,7 @@ class Scores:
     take the mean score of the others, so that the mean over the batch is that of the scored.
     """
 
-    reward_model: RewardModelScorer | ExchangedRewardModelScorer | None
+    reward_model: RewardModel | None
     sources: Sequence[Source]
     weights: Sequence[float]
     timeout_s: float
@@ -85,7 +102,7 @@ class Scores:
 
 def reward_scores(
     settings: Reward,
-    reward_model: RewardModelScorer | ExchangedRewardModelScorer | None,
+    reward_model: RewardModel | None,
     tokenizer: str,
     report: Report,
 ) -> Scores:
