@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarlhf.config.layout import Layout
-from megarlhf.errors import MegarlhfError
+from megarlhf.errors import ConfigError, MegarlhfError
 from megarlhf.telemetry.status import BAD_INPUT as BAD_INPUT
 from megarlhf.telemetry.status import DONE as DONE
 from megarlhf.telemetry.status import FAILED, exit_code
@@ -90,7 +90,12 @@ def add_layout(arguments: argparse.ArgumentParser) -> None:
 
 
 def layout(arguments: argparse.Namespace) -> Layout:
-    """The layout that --tp, --pp and --vp say."""
+    """The layout that --tp, --pp and --vp say. Raises ConfigError for virtual stages of a single one."""
+    if arguments.vp > 1 and arguments.pp == 1:
+        raise ConfigError(
+            f"--vp {arguments.vp}: virtual stages are pieces of a pipeline rank, and --pp is 1; give --pp 2 or more, "
+            "or leave --vp out"
+        )
     return Layout(tp=arguments.tp, pp=arguments.pp, vp=arguments.vp)
 
 

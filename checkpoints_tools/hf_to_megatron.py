@@ -15,6 +15,7 @@ def main(words: Sequence[str] | None = None, tool: str = "hf-to-megatron", descr
     command.add_conversion(parser)
     command.add_layout(parser)
     given = parser.parse_args(words)
+    layout = command.layout(given)
     workers = command.start_workers(given)
     from megarlhf.telemetry.progress import ByteProgress
     from megarlhf.weights.convert import write_megatron
@@ -22,7 +23,7 @@ def main(words: Sequence[str] | None = None, tool: str = "hf-to-megatron", descr
     write_megatron(
         given.source,
         given.target,
-        command.layout(given),
+        layout,
         config=given.config,
         workers=workers,
         without_tokenizer=given.without_tokenizer,

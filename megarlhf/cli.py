@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("megarlhf").setLevel(logging.INFO)
     try:
         return _dispatch(words)
     except Requeue as error:

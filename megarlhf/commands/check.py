@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.config.check import ranks_needed
-from megarlhf.config.command import command_of
-from megarlhf.config.load import file_and_flags, load_leniently
+from megarlhf.config.command import command_of, load_for
 from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise ConfigError(f"check: expected a recipe; {SUMMARY}")
     command = words.pop(0) if words[0] in COMMANDS else command_of(words, "check")
-    settings, wrong = load_leniently(COMMANDS[command], *file_and_flags(words), prog=f"megarlhf check {command}")
+    settings, wrong = load_for(command, words, prog=f"megarlhf check {command}")
     if wrong:
         raise ConfigError(wrong)
     from megarlhf import device

@@ -13,10 +13,9 @@ from threading import Lock
 from typing import Any, Literal
 
 from megarlhf.config.layout import Layout
-from megarlhf.config.load import load
 from megarlhf.config.settings import Precision
 from megarlhf.errors import ConfigError
-from megarlhf.loop.inference import launch_violations, load_model
+from megarlhf.loop.inference import agreed, launch_violations, load_model
 
 SUMMARY = "answer scores or log-probs over HTTP: megarlhf serve MODEL_DIR --role reward|reference [--flags]"
 
@@ -61,15 +60,10 @@ class ServeRun:
 
 def main(argv: Sequence[str]) -> int:
     """Serves until interrupted or terminated; returns the exit code. Runs on every rank of the launch."""
-    words = list(argv)
-    model = words.pop(0) if words and not words[0].startswith("-") else ""
-    settings = load(ServeRun, None, words, prog="megarlhf serve MODEL_DIR")
+    model, settings, store = agreed("serve", ServeRun, require_valid, argv)
     from megarlhf import device
 
-    world_size = device.launched_world_size()
-    device.prepare()
-    require_valid(model, settings, world_size)
-    rank, world_size = device.join_world(timeout_s=NEVER_S)
+    rank, world_size = device.join_world(timeout_s=NEVER_S, store=store)
     desk = Desk()
     # Rank 0 stops at a signal and takes the others along; the handler may run in the middle of anything, which
     # SimpleQueue allows for.

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 
 from megarlhf.config.check import require_valid
-from megarlhf.config.load import load_command, to_dict, to_yaml
+from megarlhf.config.command import load_for
+from megarlhf.config.load import to_dict, to_yaml
 from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
 
@@ -20,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if not words or words[0] not in COMMANDS:
         raise ConfigError(f"show: expected a command to show, one of {', '.join(COMMANDS)}; {SUMMARY}")
-    settings = load_command(COMMANDS[words[0]], words[1:], prog=f"megarlhf show {words[0]}")
+    settings, wrong = load_for(words[0], words[1:], prog=f"megarlhf show {words[0]}")
+    if wrong:
+        raise ConfigError(wrong)
     require_valid(settings)
     print(json.dumps(to_dict(settings), indent=2, ensure_ascii=False) if as_json else to_yaml(settings), end="")
     if as_json:

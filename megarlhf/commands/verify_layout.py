@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.load import file_and_flags, load, load_leniently
+from megarlhf.config.command import load_for
+from megarlhf.config.load import load
 from megarlhf.config.runs import COMMANDS
 from megarlhf.config.verification import Verification
 from megarlhf.errors import ConfigError
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in others or "-h" in others:
         own, others = ["--help"], []
     options = load(Verification, None, own, prog)
-    settings, violations = load_leniently(COMMANDS[command], *file_and_flags(others), prog)
+    settings, violations = load_for(command, others, prog)
     violations += setting_violations(settings)
     from megarlhf import device
 

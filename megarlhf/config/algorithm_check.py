@@ -152,8 +152,14 @@ def _unread(settings: RewardModelling) -> Iterator[str]:
 
 
 def _penalty(settings: PPO) -> Iterator[str]:
-    updates = settings.num_epochs * settings.num_minibatches
-    if settings.policy_loss == "penalty" and updates == 1:
+    if settings.policy_loss != "penalty":
+        return
+    if settings.dual_clip:
+        yield (
+            f"algorithm.dual_clip: {settings.dual_clip} bounds a loss that is clipped, and policy_loss penalty clips "
+            "nothing; set it to 0, or policy_loss to clip"
+        )
+    if settings.num_epochs * settings.num_minibatches == 1:
         yield (
             "algorithm.policy_loss: penalty acts between the updates of a step, and num_epochs 1 * num_minibatches 1 "
             "is a single one, at which KL(old, new) is 0; choose more updates or policy_loss clip"

@@ -1,9 +1,10 @@
-"""Which training command a recipe is for, where it is not said: the one that takes all of its settings."""
+"""Which training command a recipe is for, where it is not said or said wrong: the one that takes all its settings."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megarlhf.config.load import file_and_flags, load_leniently
-from megarlhf.config.runs import COMMANDS
+from megarlhf.config.runs import COMMANDS, AnyRun, OfflineRun, RewardModelRun
 from megarlhf.errors import ConfigError
 
 
@@ -23,3 +24,41 @@ def command_of(words: Sequence[str], asker: str) -> str:
             f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {fitting[0]} {recipe}"
         )
     return min(wrong, key=lambda name: len(wrong[name]))
+
+
+def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
+    """The settings of a command called as `FILE.yaml [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
+
+    For a recipe of another command that comes first, and in place of its settings that are unknown here.
+    """
+    file, flags = file_and_flags(words)
+    settings, found = load_leniently(COMMANDS[command], file, flags, prog)
+    return settings, (_other_command(command, file, found) if file and num_unknown(found) else found)
+
+
+def num_unknown(violations: Sequence[str]) -> int:
+    """How many of them are settings that do not exist."""
+    return sum("no such setting" in line for line in violations)
+
+
+def _other_command(command: str, file: str, found: list[str]) -> list[str]:
+    wrong = {name: load_leniently(kind, file, [], command)[1] for name, kind in COMMANDS.items()}
+    fewest = min(map(num_unknown, wrong.values()))
+    if 4 * fewest >= num_unknown(wrong[command]):
+        return found
+    best = [name for name in COMMANDS if num_unknown(wrong[name]) == fewest]
+    best.sort(key=lambda name: name not in Path(file).stem)  # if several can take it, the one it is named after
+    others = f" (or {', '.join(best[1:])})" if best[1:] else ""
+    return [f"{file} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {file}", *wrong[best[0]]]
+
+
+def no_recipe(command: str) -> str:
+    """What to say to somebody who gave a training command nothing."""
+    kind = COMMANDS[command]()
+    needed = "actor.model and data.prompts, and reward.functions or reward.model"
+    if isinstance(kind, OfflineRun):
+        needed = f"{'reward' if isinstance(kind, RewardModelRun) else 'actor'}.model and data.path"
+    return (
+        f"{command}: which recipe? Give a YAML file: megarlhf {command} FILE.yaml [--dotted.flags]. It needs {needed}; "
+        f"examples/ in the repository has some to start from, and megarlhf {command} --help explains every setting"
+    )

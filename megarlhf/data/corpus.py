@@ -273,4 +273,4 @@ def _report(settings: Corpus, section: str, num_rows: int, num_left: int, outcom
             "%s: %d of %d rows are longer than %s.max_tokens %d (%s.too_long: %s)",
             *(settings.path, outcomes[CUT], num_rows, section, settings.max_tokens, section, settings.too_long),
         )
-    log.info("%s: %d examples from %d rows", settings.path, num_left, num_rows)
+    log.debug("%s: %d examples from %d rows", settings.path, num_left, num_rows)

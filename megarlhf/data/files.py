@@ -99,14 +99,25 @@ def read_each(
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A line of JSON, which must be an object."""
+    """A line of JSON, which must be an object, and in which no key is given twice."""
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=_each_key_once)
+    except DataError:
+        raise
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}; the line starts with {text[:60]!r}") from error
     if not isinstance(row, dict):
         raise DataError(f'the line is {type_name(row)}; give an object such as {{"prompt": ...}}')
     return row
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for number, name in enumerate(names) if name in names[:number])
+        raise DataError(f"key {repeated!r} is given twice; keep one of them")
+    return found
 
 
 def type_name(value: object) -> str:

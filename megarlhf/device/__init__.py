@@ -23,13 +23,13 @@ from megarlhf.device.setup import backend, current, is_prepared, prepare
 from megarlhf.device.world import (
     Worlds,
     is_first_rank,
-    is_launched,
     join_world,
     launched_world_size,
     leave_world,
     meet,
     side_store,
 )
+from megarlhf.launcher import is_launched
 
 __all__ = [
     "Worlds",

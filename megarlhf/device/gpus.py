@@ -4,10 +4,10 @@ import torch
 
 
 def describe_gpus() -> dict[str, str]:
-    """Versions of CUDA and NCCL, and each GPU with its memory, by name; empty without a GPU. Touches no GPU memory."""
+    """CUDA's version, and each GPU with its memory, by name; empty without a GPU. Touches no GPU memory."""
     if not torch.cuda.is_available():
         return {}
-    found = {"CUDA, NCCL": f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"}
+    found = {"CUDA": str(torch.version.cuda)}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory, kind = f"{properties.total_memory / 2**30:.0f} GiB", f"sm_{properties.major}{properties.minor}"

@@ -9,6 +9,7 @@ import torch
 from megarlhf.device import cpu, megatron
 from megarlhf.device.packages import package_violations
 from megarlhf.errors import ConfigError
+from megarlhf.launcher import local_rank
 
 _prepared: list[bool] = []
 """Holds one item once the process is prepared (a list, so that no function rebinds a module's name)."""
@@ -44,11 +45,6 @@ def prepare() -> None:
         torch.cuda.set_device(_checked_device(local_rank(), torch.cuda.device_count(), socket.gethostname()))
     megatron.quieten()
     _prepared.append(True)
-
-
-def local_rank() -> int:
-    """This process's number on its machine, as the launcher gave it; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def _checked_device(local: int, count: int, host: str) -> int:

@@ -11,9 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megarlhf.device.setup import backend, current, has_gpu
 from megarlhf.errors import ConfigError
-
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCH = "launch with `torchrun --nproc-per-node N -m megarlhf ...`"
+from megarlhf.launcher import LAUNCH, is_launched, place
 
 
 def meet(timeout_s: float = 600) -> tuple[int, int, dist.Store]:
@@ -28,7 +26,7 @@ def meet(timeout_s: float = 600) -> tuple[int, int, dist.Store]:
         return rank, world_size, store
     place = " and ".join(f"{name} {os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not os.environ["MASTER_PORT"].isdigit() or not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
-        raise ConfigError(f"environment: MASTER_PORT is {os.environ['MASTER_PORT']!r}, a port is 1 to 65535; {_LAUNCH}")
+        raise ConfigError(f"environment: MASTER_PORT is {os.environ['MASTER_PORT']!r}, a port is 1 to 65535; {LAUNCH}")
     try:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
     except dist.DistError as problem:
@@ -60,7 +58,7 @@ def join_world(timeout_s: float = 600, store: dist.Store | None = None) -> tuple
     `store`: where the ranks have met, when they have. Raises ConfigError as `meet` does.
     """
     if not dist.is_initialized():
-        rank, world_size, store = meet(timeout_s) if store is None else (*place_in_world()[:2], store)
+        rank, world_size, store = meet(timeout_s) if store is None else (*place(), store)
         device = {"device_id": current()} if has_gpu() else {}
         dist.init_process_group(
             backend(), rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_s), **device
@@ -70,17 +68,12 @@ def join_world(timeout_s: float = 600, store: dist.Store | None = None) -> tuple
 
 def launched_world_size() -> int:
     """Ranks that the launcher started, without joining them; 1 without one. Raises ConfigError as `join_world` does."""
-    return place_in_world()[1]
-
-
-def is_launched() -> bool:
-    """A launcher has started this process as one of several ranks (or as the only one)."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    return place()[1]
 
 
 def is_first_rank() -> bool:
     """This process speaks for all launched ones."""
-    return place_in_world()[0] == 0
+    return place()[0] == 0
 
 
 class Worlds:
@@ -129,19 +122,5 @@ def side_store() -> dist.Store:
 
 def place_in_world() -> tuple[int, int, dist.Store | None]:
     """(rank, world size, store) from the environment; a store of its own for a single process, so no port is opened."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, dist.HashStore()
-    missing = [name for name in _LAUNCHER if name not in os.environ]
-    if missing:
-        found = [name for name in _LAUNCHER if name in os.environ]
-        raise ConfigError(
-            f"environment: {', '.join(found)} set but {', '.join(missing)} missing; {_LAUNCH}, or unset RANK and "
-            "WORLD_SIZE to run as a single process"
-        )
-    for name in ("RANK", "WORLD_SIZE"):
-        if not os.environ[name].isdigit():
-            raise ConfigError(f"environment: {name} is {os.environ[name]!r}, a whole number is needed; {_LAUNCH}")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank >= world_size:
-        raise ConfigError(f"environment: RANK {rank} is none of the WORLD_SIZE {world_size} ranks 0 to N-1; {_LAUNCH}")
-    return rank, world_size, None
+    rank, world_size = place()
+    return rank, world_size, None if is_launched() else dist.HashStore()

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from megarlhf.config.load import to_dict
 from megarlhf.config.runs import AnyRun
 from megarlhf.device.versions import versions
+from megarlhf.device.world import meet
 from megarlhf.errors import ConfigError, PeerError
 
+_MEET_S, _WRONG_MEET_S = 600, 60
+"""How long ranks wait for each other before the start; one that cannot start anyway waits less."""
 _LEAVE_S = 10
 
 
@@ -43,6 +46,23 @@ def disagreements(everyone: list[tuple[str, dict[str, str]]]) -> list[str]:
             move = "give all ranks the same file and flags" if name == "settings" else "install the same everywhere"
             found.append(f"{name}: most ranks have {usual}, but {', '.join(others[:4])}{more}; {move}")
     return found
+
+
+def start_together(found: Sequence[str]) -> dist.Store:
+    """The store where all launched ranks met, on none of which anything is wrong. Collective.
+
+    `found` is what is wrong on this rank; what is wrong on any of them is raised on all, as ConfigError.
+    """
+    try:
+        rank, world_size, store = meet(_WRONG_MEET_S if found else _MEET_S)
+        anywhere = found_anywhere(found, store, rank, world_size)
+    except (ConfigError, PeerError):
+        if found:
+            raise ConfigError(found) from None  # this rank's own, when the others cannot be asked
+        raise
+    if anywhere:
+        raise ConfigError(anywhere)
+    return store
 
 
 def found_anywhere(mine: Sequence[str], store: dist.Store, rank: int, world_size: int) -> list[str]:

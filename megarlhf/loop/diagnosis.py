@@ -5,6 +5,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -14,6 +15,7 @@ from megarlhf import device
 from megarlhf.device.gpus import describe_gpus
 from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, package_violations
 from megarlhf.device.versions import versions
+from megarlhf.loop.agreement import disagreements
 
 PROBE_BYTES = 64 * 2**20
 """Of the all-reduce that is timed."""
@@ -60,11 +62,10 @@ def launch(shared: str = "") -> list[Finding]:
     Collective over the world; the same on every rank. `shared`: a folder, empty for none.
     """
     world = dist.get_world_size()
-    hosts = _gathered(socket.gethostname())
+    everyone = _gathered((socket.gethostname(), versions()))
+    hosts = [host for host, _ in everyone]
     found = [Finding("ranks", f"{world} on {len(set(hosts))} machine(s): {', '.join(dict.fromkeys(hosts))}")]
-    mine = versions()
-    found.append(_same("code", mine.pop("code")))
-    found.append(_same("versions", "; ".join(f"{name} {version}" for name, version in mine.items())))
+    found += sameness(everyone)
     dist.barrier()
     clocks = _gathered(time.time())
     spread = max(clocks) - min(clocks)
@@ -74,17 +75,13 @@ def launch(shared: str = "") -> list[Finding]:
     return found + ([_shared_folder(Path(shared))] if shared else [])
 
 
-def _same(name: str, mine: str) -> Finding:
-    """Collective: whether all ranks say the same."""
-    everyone = _gathered(mine)
-    ranks = {value: [rank for rank, one in enumerate(everyone) if one == value] for value in everyone}
-    if len(ranks) == 1:
-        return Finding(name, f"the same on all ranks ({mine})" if len(mine) < 40 else "the same on all ranks")
-    words = "; ".join(f"ranks {', '.join(map(str, holders))}: {value}" for value, holders in ranks.items())
-    return Finding(name, f"differ: {words}", is_problem=True)
+def sameness(everyone: list[tuple[str, dict[str, str]]]) -> list[Finding]:
+    """Whether ranks have the same versions and code, given (host, what it has) of each."""
+    wrong = [Finding("versions", sentence, is_problem=True) for sentence in disagreements(everyone)]
+    return wrong or [Finding("versions", f"the same on all ranks, code {everyone[0][1]['code']}")]
 
 
-def _gathered(value):
+def _gathered(value: Any) -> list[Any]:
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

@@ -7,20 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from megarlhf import launcher
 from megarlhf.config.answers import Answers
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
 from megarlhf.config.settings import Data, Precision
 from megarlhf.data.files import HUB
-from megarlhf.errors import CheckpointError, ConfigError, DataError
+from megarlhf.errors import CheckpointError, ConfigError, DataError, MegarlhfError
 
 if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepared
+    import torch.distributed as dist
+
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Request, Sampling
     from megarlhf.models.build import Model
     from megarlhf.records.prompts import Prompt
 
 Settings = TypeVar("Settings", bound=Answers)
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,42 @@ def launch(
     `check(model, settings, world_size)` raises ConfigError before a rank is joined; `work(model, settings, rank,
     world_size)` is collective over the world.
     """
-    words = list(argv)
-    model = words.pop(0) if words and not words[0].startswith("-") else ""
-    settings = load(cls, None, words, prog=f"megarlhf {command} MODEL_DIR")
+    model, settings, store = agreed(command, cls, check, argv)
     from megarlhf import device
 
-    world_size = device.launched_world_size()
-    device.prepare()
-    check(model, settings, world_size)
-    rank, world_size = device.join_world()
+    rank, world_size = device.join_world(store=store)
     summary = work(model, settings, rank, world_size)
     if rank == 0:
         print(summary.text(settings.json))
     device.leave_world()
     return 0
+
+
+def agreed(
+    command: str, cls: type[Given], check: Callable[[str, Given, int], None], argv: Sequence[str]
+) -> tuple[str, Given, "dist.Store"]:
+    """The model folder and settings of a command, which no rank finds wrong, and the store where the ranks met.
+
+    Collective. Raises ConfigError; a single process raises what was raised.
+    """
+    words = list(argv)
+    model = words.pop(0) if words and not words[0].startswith("-") else ""
+    world_size = launcher.place()[1]
+    try:
+        settings = load(cls, None, words, prog=f"megarlhf {command} MODEL_DIR")
+        from megarlhf import device
+
+        device.prepare()
+        check(model, settings, world_size)
+    except MegarlhfError as problem:
+        if world_size > 1:
+            from megarlhf.loop.agreement import start_together
+
+            start_together(str(problem).splitlines())
+        raise
+    from megarlhf.loop.agreement import start_together
+
+    return model, settings, start_together([])
 
 
 def answers_violations(command: str, model: str, settings: Answers, world_size: int) -> list[str]:
@@ -183,10 +209,22 @@ def load_model(
 
 
 def prompts_of(settings: Answers, tokenizer: "Tokenizer") -> list["Prompt"]:
-    """The prompts of the file. How long they may be is left to the generator, which knows the model's limit."""
-    from megarlhf.data.prompts import read_prompts
+    """The prompts of the file. How long they may be is left to the generator, which knows the model's limit.
 
-    return read_prompts(settings.prompts, tokenizer, Data(prompts=settings.prompts, max_prompt_tokens=2**31))
+    Collective over the world. Raises DataError on all ranks when one of them cannot read its file.
+    """
+    import torch.distributed as dist
+
+    from megarlhf.data.prompts import read_prompts
+    from megarlhf.weights.agree import raise_together
+
+    found, problem = [], None
+    try:
+        found = read_prompts(settings.prompts, tokenizer, Data(prompts=settings.prompts, max_prompt_tokens=2**31))
+    except DataError as error:
+        problem = str(error)
+    raise_together(problem, dist.group.WORLD, DataError)
+    return found
 
 
 def requests_for(prompts: Sequence["Prompt"], num_samples: int) -> list["Request"]:

@@ -5,11 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarlhf import launcher
 from megarlhf.config.algorithm_check import algorithm_warnings
+from megarlhf.config.command import load_for, no_recipe
 from megarlhf.config.filled import filled
-from megarlhf.config.load import file_and_flags, load_leniently, to_yaml
-from megarlhf.config.runs import COMMANDS, AnyRun, OnlineRun
-from megarlhf.errors import ConfigError, PeerError, Requeue
+from megarlhf.config.load import to_yaml
+from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.errors import ConfigError, Requeue
+from megarlhf.loop.first_look import first_look
 from megarlhf.telemetry.status import BAD_INPUT, recorded, try_write_status
 
 if TYPE_CHECKING:
@@ -18,9 +21,6 @@ if TYPE_CHECKING:
     from megarlhf.loop.stopping import Stopping
 
 Follow = Callable[[Callable[[], tuple[str, float]]], None]
-
-_MEET_S, _WRONG_MEET_S = 600, 60
-"""How long ranks wait for each other before the start; one that cannot start anyway waits less."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,40 +65,58 @@ def _agreed(command: str, argv: Sequence[str]) -> tuple[AnyRun, "dist.Store"]:
 
     What only one rank finds, because a file is missing on its machine, ends all of them with the same report.
     """
-    settings, found = None, []
-    try:
-        settings, found = load_leniently(COMMANDS[command], *file_and_flags(argv), prog=f"megarlhf {command}")
-    except ConfigError as problem:
-        found = list(problem.violations)
-    from megarlhf import device
-    from megarlhf.loop.agreement import found_anywhere
+    if not argv:
+        raise ConfigError(no_recipe(command))
+    settings, found = _looked_at(command, argv)
+    folder, world_size = Path(settings.run.dir) if settings is not None else None, launcher.place()[1]
+    if world_size == 1:
+        _refuse(folder, found)
+    from megarlhf.loop.agreement import start_together
 
-    world_size = device.launched_world_size()
-    if not found:
-        device.prepare()
-        from megarlhf.loop.preflight import machine_violations, preflight
-
-        found = preflight(settings, world_size, " ".join([command, *argv])) + machine_violations(settings)
-    folder = Path(settings.run.dir) if settings is not None else None
-    if found and world_size == 1:
+    if not found and settings is not None:
+        found = _prepared(settings, world_size, " ".join([command, *argv]))
+    if world_size == 1:
         _refuse(folder, found)
     try:
-        rank, world_size, store = device.meet(_WRONG_MEET_S if found else _MEET_S)
-        anywhere = found_anywhere(found, store, rank, world_size)
-    except (ConfigError, PeerError):
-        _refuse(folder, found)  # this rank's own, when the others cannot be asked
+        store = start_together(found)
+    except ConfigError as problem:
+        _refuse(folder, problem.violations)
         raise
-    _refuse(folder, anywhere)
+    assert settings is not None, "settings that cannot be read are refused"
     return settings, store
+
+
+def _looked_at(command: str, argv: Sequence[str]) -> tuple[AnyRun | None, list[str]]:
+    """The settings (None when they cannot be read), and what they and config.json files say against a start.
+
+    Needs no torch, so that a mistyped setting is told within a second.
+    """
+    try:
+        settings, found = load_for(command, argv, prog=f"megarlhf {command}")
+    except ConfigError as problem:
+        return None, list(problem.violations)
+    return settings, found or first_look(settings, launcher.place()[1], " ".join([command, *argv]))
+
+
+def _prepared(settings: AnyRun, world_size: int, command: str) -> list[str]:
+    """Prepares this process; what is wrong with it, with tokenizers, folders, disks and reward functions."""
+    from megarlhf import device
+
+    try:
+        device.prepare()
+    except ConfigError as problem:
+        return list(problem.violations)
+    from megarlhf.loop.preflight import machine_violations, preflight
+
+    return preflight(settings, world_size, command) + machine_violations(settings)
 
 
 def _dry_run(command: str, argv: Sequence[str]) -> int:
     """Prints the plan on the first rank; `--ranks N` plans for another number than was launched."""
-    from megarlhf.device.world import place_in_world
     from megarlhf.loop.planner.command import dry_run, take_options
 
     options, words = take_options(argv)
-    rank, world_size, _ = place_in_world()
+    rank, world_size = launcher.place()
     return dry_run(command, words, options, world_size) if rank == 0 else 0
 
 
@@ -160,7 +178,7 @@ def run_training(
         print(ending(keeper.before, after, folder, run.memory, is_policy=algorithm.actor_loss is not None))
 
 
-def _refuse(folder: Path | None, violations: list[str]) -> None:
+def _refuse(folder: Path | None, violations: Sequence[str]) -> None:
     """Raises ConfigError when something is wrong.
 
     status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run. `folder`

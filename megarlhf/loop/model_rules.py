@@ -14,8 +14,9 @@ def model_violations(settings: AnyRun, models: Mapping[str, Architecture]) -> li
         line for name, one in models.items() for line in layout_violations(one, cast[name].layout, cast[name].setting)
     ]
     found += [line for name, one in models.items() for line in head_violations(cast[name], one)]
-    is_online = isinstance(settings, OnlineRun)
-    return found + (online_length_violations if is_online else offline_length_violations)(settings, models)
+    if isinstance(settings, OnlineRun):
+        return found + online_length_violations(settings, models)
+    return found + offline_length_violations(settings, models)
 
 
 def head_violations(role: Role, architecture: Architecture) -> list[str]:

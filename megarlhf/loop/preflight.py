@@ -5,20 +5,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from megarlhf.config.check import recipes_of
-from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Critic, Reference, Reward, Trainee
-from megarlhf.data.files import HUB
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.device.transformer_engine import Machine, missing_for_te
 from megarlhf.errors import ConfigError
 from megarlhf.loop.disk import room_violations
-from megarlhf.loop.model_rules import head_violations, offline_length_violations, online_length_violations
+from megarlhf.loop.first_look import first_look
 from megarlhf.loop.remote import address_violations
 from megarlhf.loop.resuming import folder_violations
 from megarlhf.loop.roles import Role, architectures, attempt, roles
-from megarlhf.models.architecture import Architecture, layout_violations
-from megarlhf.models.precision.linears import te_violations
+from megarlhf.models.architecture import Architecture
 from megarlhf.models.score_config import score_rule, weight_violations
 from megarlhf.residency.schedule import homes
 from megarlhf.rewards.remote import read_token
@@ -26,32 +23,19 @@ from megarlhf.rewards.sources import check_spec
 
 
 def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
-    """Violations of the settings, a sentence each; an empty list lets the run begin.
+    """Violations of the settings, a sentence each, those of `first_look` among them; none lets the run begin.
 
     `command` completes the launch command that is suggested when the number of ranks is wrong.
     """
-    found = setting_violations(settings, world_size, command)
-    cast = roles(settings)
-    models = architectures({name: role for name, role in cast.items() if role.folder}, found)
-    for name, architecture in models.items():
-        found += layout_violations(architecture, cast[name].layout, cast[name].setting)
-        found += te_violations(cast[name].linears, architecture, cast[name].layout, cast[name].setting)
-        found += _expert_violations(settings, cast[name], architecture)
+    found, cast = first_look(settings, world_size, command), roles(settings)
+    models = architectures({name: role for name, role in cast.items() if role.folder}, [])
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
     found += room_violations(settings, cast, models)
-    found += _disk_violations(settings) if isinstance(settings, OnlineRun) else []
-    for name, architecture in models.items():
-        found += head_violations(cast[name], architecture)
     if isinstance(settings, OnlineRun):
-        if "reward" in models:
-            found += _score_violations(settings.reward, models["reward"])
-        found += online_length_violations(settings, models)
+        found += _disk_violations(settings)
+        found += _score_violations(settings.reward, models["reward"]) if "reward" in models else []
         found += _reward_violations(settings)
-        found += [line for role in cast.values() for line in _scaling_violations(role)]
-        found += _missing_prompts(settings.data.prompts)
-    else:
-        found += offline_length_violations(settings, models)
     if not isinstance(settings, SFTRun | RewardModelRun):
         found += _reference_violations(settings.reference, models)
     return list(dict.fromkeys(found))
@@ -72,23 +56,6 @@ def _score_violations(settings: Reward, architecture: Architecture) -> list[str]
     rule = partial(score_rule, settings.model, settings.attribute_weights, normalise=settings.normalise)
     attempt(rule, found, "reward.model")
     return found
-
-
-def _scaling_violations(role: Role) -> list[str]:
-    if role.fp8.recipe != "delayed" or role.fp8.force_delayed:
-        return []
-    setting = "actor.generate_fp8" if role.name == "generator" else f"{role.name}.fp8"
-    return [
-        f"{setting}.recipe: delayed scaling takes its scales from earlier passes, which scoring and sampling disturb; "
-        f"choose blockwise, or set {setting}.force_delayed to true"
-    ]
-
-
-def _expert_violations(settings: AnyRun, role: Role, architecture: Architecture) -> list[str]:
-    section = vars(settings).get(role.name)
-    if architecture.mixture or not isinstance(section, Trainee | Critic) or not section.balance_coef:
-        return []
-    return [f"{role.name}.balance_coef: {section.balance_coef}, but {role.folder} has no experts; set it to 0"]
 
 
 def _reference_violations(settings: Reference, models: dict[str, Architecture]) -> list[str]:
@@ -145,15 +112,6 @@ def _reward_violations(settings: OnlineRun) -> list[str]:
         except ConfigError as problem:
             found += problem.violations
     return found
-
-
-def _missing_prompts(path: str) -> list[str]:
-    if not path or path.startswith(HUB) or Path(path).exists():
-        return []
-    return [
-        f"data.prompts: {Path(path).absolute()} is not there; give a JSONL or Parquet file of prompts, or the folder "
-        "of a data set"
-    ]
 
 
 def _disk_violations(settings: OnlineRun) -> list[str]:

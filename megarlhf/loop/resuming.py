@@ -128,7 +128,7 @@ def find_start(settings: AnyRun, group: dist.ProcessGroup) -> Checkpoint | None:
 
 def _announce(found: Path | None, folder: Path) -> None:
     if found is not None:
-        _log.warning("run.resume: goes on from %s", found)
+        _log.info("run.resume: goes on from %s", found)
     elif (folder / "metrics.jsonl").exists():
         _log.warning("run.resume: %s has no checkpoint; the run begins at its first step", folder)
 

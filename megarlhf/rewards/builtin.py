@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from megarlhf.errors import ConfigError, RewardError
+from megarlhf.rewards.matching import matches
 
 Rule = Callable[[Sequence[str], Sequence[str], Sequence[dict]], list[float]]
 
@@ -40,19 +41,19 @@ def exact_match(prompts: Sequence[str], responses: Sequence[str], metadata: Sequ
 def pattern(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
     """1 where the row's regular expression `pattern` matches the whole response (dots match newlines); else 0."""
     patterns = _column("pattern", "pattern", metadata)
-    pairs = zip(responses, patterns, strict=True)
-    return [float(re.fullmatch(expression, response, re.DOTALL) is not None) for response, expression in pairs]
+    return list(map(float, matches(patterns, responses, [row.get("id") for row in metadata])))
 
 
 def format_rule(expression: str) -> Rule:
     """1 where `expression` matches the whole response (dots match newlines), else 0. Raises ConfigError."""
     try:
-        compiled = re.compile(expression, re.DOTALL)
+        re.compile(expression, re.DOTALL)
     except re.error as error:
         raise ConfigError(f"reward.functions: format({expression}): not a regular expression: {error}") from error
 
     def rule(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[dict]) -> list[float]:
-        return [float(compiled.fullmatch(response) is not None) for response in responses]
+        ids = [row.get("id", number) for number, row in enumerate(metadata)]
+        return list(map(float, matches([expression] * len(responses), responses, ids)))
 
     return rule
 

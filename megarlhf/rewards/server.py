@@ -64,7 +64,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False  # a client that stays connected does not keep the process alive
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.info("%s: connection lost", client_address, exc_info=True)
+        _log.debug("%s: connection lost", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._handle("POST")
 
     def log_message(self, format: str, *values: Any) -> None:
-        _log.info("%s %s", self.address_string(), format % values)
+        _log.debug("%s %s", self.address_string(), format % values)
 
     def _handle(self, method: str) -> None:
         try:

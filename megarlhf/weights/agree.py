@@ -2,13 +2,15 @@
 
 import torch.distributed as dist
 
-from megarlhf.errors import CheckpointError
+from megarlhf.errors import CheckpointError, MegarlhfError
 
 
-def raise_together(problem: str | None, group: dist.ProcessGroup) -> None:
-    """Collective over `group`. Raises CheckpointError on all of its ranks when any of them has a problem."""
+def raise_together(
+    problem: str | None, group: dist.ProcessGroup, kind: type[MegarlhfError] = CheckpointError
+) -> None:
+    """Collective over `group`. Raises an error of that kind on all of its ranks when any of them has a problem."""
     problems: list[str | None] = [None] * group.size()
     dist.all_gather_object(problems, problem, group=group)
     found = list(dict.fromkeys(text for text in problems if text is not None))
     if found:
-        raise CheckpointError("\n".join(found))
+        raise kind("\n".join(found))

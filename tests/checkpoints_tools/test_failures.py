@@ -147,6 +147,12 @@ def test_a_spoiled_checkpoint_is_refused(failure, tmp_path, capsys):
     refused(megatron_to_hf.main, tmp_path / "source", capsys, parts)
 
 
+def test_virtual_stages_of_a_single_one_are_refused(tmp_path, capsys):
+    words = [str(tmp_path / "source"), str(tmp_path / "target"), "--vp", "2"]
+    assert command.guarded(hf_to_megatron.main, words) == command.BAD_INPUT
+    assert "--vp 2: virtual stages are pieces of a pipeline rank, and --pp is 1" in capsys.readouterr().err
+
+
 def test_without_a_tokenizer_when_asked(tmp_path):
     source = tiny.write_llama(tmp_path / "source")
     remove_tokenizer(source)

@@ -45,6 +45,21 @@ def test_help_is_quick_because_it_imports_nothing_heavy():
     assert not {"'torch'", "'transformers'", "'megatron'", "'tyro'"} & set(result.stdout.strip("[]\n").split(", "))
 
 
+def test_wrong_settings_are_told_before_torch_is_loaded(tmp_path):
+    (tmp_path / "wrong.yaml").write_text("actor: {modle: m}\n")
+    (tmp_path / "unfinished.yaml").write_text("actor: {model: nowhere, train: {tp: 2}}\n")
+    code = "import sys; from megarlhf.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for words, told in (
+        (["ppo", "wrong.yaml"], "wrong.yaml:1: actor.modle: no such setting; did you mean actor.model?"),
+        (["grpo", "unfinished.yaml"], "data.prompts: is not set; give a path"),
+        (["sft"], "sft: which recipe? Give a YAML file: megarlhf sft FILE.yaml"),
+    ):
+        command = [sys.executable, "-c", code, *words]
+        here = os.environ | {"PYTHONPATH": os.getcwd()}
+        result = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True)
+        assert result.stdout == "2 False\n" and told in result.stderr
+
+
 def test_without_a_command_help_is_shown_and_the_code_is_two(capsys):
     assert cli.main([]) == 2
     assert "usage: megarlhf COMMAND" in capsys.readouterr().out

@@ -29,6 +29,7 @@ def test_every_default_is_right_and_draws_no_warning(settings):
         (GRPO(loss_mean="fixed_length"), "algorithm.loss_length: 0 with loss_mean fixed_length"),
         (GRPO(overlong_length=4, overlong_buffer=5), "algorithm.overlong_buffer: 5 tokens do not fit"),
         (PPO(policy_loss="penalty", num_epochs=1), "algorithm.policy_loss: penalty acts between the updates"),
+        (PPO(policy_loss="penalty", dual_clip=3.0), "algorithm.dual_clip: 3.0 bounds a loss that is clipped"),
         (DPO(beta=0.0), "algorithm.beta: 0.0 is out of range"),
         (DPO(label_smoothing=0.5), "algorithm.label_smoothing: 0.5 is out of range"),
         (DPO(loss="ipo", label_smoothing=0.1), "algorithm.label_smoothing: 0.1 is for loss sigmoid"),

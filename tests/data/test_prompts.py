@@ -56,6 +56,8 @@ def test_unicode_line_separators_do_not_end_a_line(read):
     [
         ('{"prompt": "a"', "not JSON"),
         ('{"prompt": "a",}', "not JSON"),
+        ('{"prompt": "a", "id": 1, "prompt": "b"}', r"key 'prompt' is given twice; keep one of them"),
+        ('{"prompt": "a", "about": {"x": 1, "x": 1}}', "key 'x' is given twice"),
         ('"just text"', "the line is a text; give an object"),
         ('{"text": "a", "id": 3}', r"neither prompt nor messages \(its keys are \['id', 'text'\]\)"),
         ('{"prompt": "a", "messages": []}', "both prompt and messages"),

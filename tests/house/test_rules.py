@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors"},
-    {"config", "records"},
+    {"config", "records", "launcher"},
     {"algorithms", "device", "telemetry"},
     {"parallel", "data", "rewards"},
     {"models", "residency"},
@@ -105,8 +105,8 @@ def test_no_function_is_longer_than_a_page_and_a_half(path):
 
 
 @every(SOURCES)
-def test_the_environment_is_read_in_device_and_cli_only(path):
-    if path in PACKAGE and room(path) in {"device", "cli"}:
+def test_the_environment_is_read_in_device_launcher_and_cli_only(path):
+    if path in PACKAGE and room(path) in {"device", "launcher", "cli"}:
         return
     for node in ast.walk(tree(path)):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

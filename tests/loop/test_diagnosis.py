@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megarlhf.device.versions import code_digest
+from megarlhf.loop.diagnosis import sameness
 from tests.distributed.pool import run_on_ranks
 
 
@@ -15,7 +17,7 @@ def test_ranks_of_one_machine_agree(tmp_path):
     one, other = run_on_ranks(2, findings, str(tmp_path / "shared"))
     assert one["ranks"] == other["ranks"] and one["ranks"][0].startswith("2 on 1 machine(s)")
     assert one["torch"][0].startswith("2.") and one["transformer-engine"][0] == "none"
-    assert one["versions"] == ("the same on all ranks", False) and one["code"][0].startswith("the same on all ranks (")
+    assert one["versions"] == (f"the same on all ranks, code {code_digest()}", False)
     assert one[f"folder {tmp_path}/shared"] == ("seen by all ranks", False)
     assert not list((tmp_path / "shared").iterdir())
     (probe,) = [value for name, (value, _) in one.items() if name.startswith("all-reduce")]
@@ -26,12 +28,13 @@ def test_ranks_of_one_machine_agree(tmp_path):
 def differing(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
     from megarlhf.loop import diagnosis
 
-    mine = Path(folder) / ("here" if rank else "there")
-    found = [diagnosis._same("code", f"hash{rank}"), diagnosis._shared_folder(mine)]
-    return [(one.value, one.is_problem) for one in found]
+    found = diagnosis._shared_folder(Path(folder) / ("here" if rank else "there"))
+    return [(found.value, found.is_problem)]
 
 
 def test_ranks_that_differ_are_told_apart(tmp_path):
     for found in run_on_ranks(2, differing, str(tmp_path)):
-        assert found[0] == ("differ: ranks 0: hash0; ranks 1: hash1", True)
-        assert found[1] == ("rank 1: rank 0's file cannot be read: No such file or directory", True)
+        assert found == [("rank 1: rank 0's file cannot be read: No such file or directory", True)]
+    same = {"code": "aa", "torch": "2.13"}
+    (found,) = sameness([("one", same), ("two", same | {"code": "bb"})])
+    assert found.is_problem and found.value.startswith("code: most ranks have aa, but rank 1 on two has bb; install")

@@ -117,6 +117,40 @@ def test_a_stage_that_takes_too_long_ends_all_ranks_and_is_named(processes, reci
     assert launch.told().count("megarlhf: the run failed: ") == 1
 
 
+def first_of_two(first: list[str], second: list[str], **environment: str) -> tuple[int, str]:
+    """How rank 0 of a launch ends: exit code and standard error. Rank 1 leaves it the first word, with an `environment`
+    of its own; what it says itself is said here too."""
+    common = os.environ | here() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank, words in enumerate((first, second)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment if rank else {})
+        command = [sys.executable, "-m", "megarlhf", *words]
+        started.append(subprocess.Popen(command, env=common | own, stderr=subprocess.PIPE, text=True))
+    told = started[0].communicate(timeout=PATIENCE_S)[1]
+    started[1].kill()
+    started[1].communicate()
+    return started[0].returncode, told
+
+
+def test_a_package_that_one_rank_may_not_have_ends_all_with_one_report(recipe, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("")
+    command = ["grpo", str(recipe), "--run.dir", str(tmp_path / "run")]
+    code, told = first_of_two(command, command, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
+    assert code == 2 and read_status(tmp_path / "run")[0] == 2
+    assert re.search(r"^megarlhf: error: rank 1 on \S+: the package apex at \S+ is not NVIDIA's", told, re.MULTILINE)
+
+
+def test_what_one_rank_of_generate_lacks_ends_all_with_one_report(recipe, tmp_path):
+    prompts = recipe.with_name("prompts.jsonl")
+    (tmp_path / "odd").write_text('{"prompt": "a"}\nnot json\n')
+    command = ["generate", str(recipe.with_name("actor")), "--out", str(tmp_path / "out"), "--prompts"]
+    wrong = {"none": r"error: rank 1 on \S+: --prompts: \S+/none does not exist", "odd": "odd:2: not JSON"}
+    for name, complaint in wrong.items():
+        code, told = first_of_two([*command, str(prompts)], [*command, str(tmp_path / name)])
+        assert code == 2 and re.search(complaint, told), told
+
+
 def test_an_interrupted_torchrun_leaves_no_rank_behind(recipe, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

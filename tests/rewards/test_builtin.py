@@ -1,10 +1,15 @@
 """The reward functions that come with megarlhf."""
 
+import threading
+import time
+from itertools import pairwise
+
 import pytest
 
 from megarlhf.errors import ConfigError, RewardError
 from megarlhf.rewards import builtin
 from megarlhf.rewards.functions import BUILTIN, call_reward, resolve
+from megarlhf.rewards.matching import matches
 
 
 def test_sentiment_likes_praise_and_not_blame():
@@ -27,6 +32,21 @@ def test_pattern_matches_the_whole_response():
     rows = [{"pattern": r"<think>.*</think>\d+"}] * 3
     responses = ["<think>a\nb</think>7", "x<think></think>7", "<think></think>"]
     assert builtin.pattern(["p"] * 3, responses, rows) == [1.0, 0.0, 0.0]
+
+
+def test_a_pattern_that_never_ends_is_told_with_its_row_and_holds_nobody_up():
+    ticks = []
+    clock = threading.Thread(target=lambda: [(ticks.append(time.monotonic()), time.sleep(0.02)) for _ in range(20)])
+    clock.start()
+    with pytest.raises(RewardError, match=r"row 'b': the regular expression '\(a\+\)\+\$' gives no answer in 0.5 s"):
+        matches(["a*", "(a+)+$"], ["aa", "a" * 40 + "b"], ["a", "b"], limit_s=0.5)
+    clock.join()
+    assert max(after - before for before, after in pairwise(ticks)) < 0.4
+
+
+def test_a_pattern_that_is_none_is_told_with_its_row():
+    with pytest.raises(RewardError, match=r"row 'y': the regular expression '\(' cannot be used: .*missing \)"):
+        builtin.pattern(["p"] * 2, ["a", "a"], [{"id": "x", "pattern": "a"}, {"id": "y", "pattern": "("}])
 
 
 @pytest.mark.parametrize(("name", "key"), [("exact_match", "answer"), ("pattern", "pattern")])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megarlhf.config.check import ranks_needed
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.command import command_of
-from megarlhf.config.load import file_and_flags, load_leniently
+from megarlhf.config.command import command_of, load_for
+from megarlhf.config.load import file_and_flags
 from megarlhf.config.runs import COMMANDS, AnyRun
 from megarlhf.errors import ConfigError
 from megarlhf.loop.planner import report
@@ -97,9 +97,9 @@ def plan_command(argv: Sequence[str]) -> int:
 def dry_run(command: str, words: Sequence[str], options: Options, world_size: int = 1) -> int:
     """Prints the plan of a training command; `world_size` is that of the launch. Raises ConfigError."""
     file, flags = file_and_flags(words)
-    settings, found = load_leniently(COMMANDS[command], file, flags, prog=f"megarlhf {command}")
-    if found:
-        raise ConfigError(found)
+    settings, wrong = load_for(command, words, prog=f"megarlhf {command}")
+    if wrong:
+        raise ConfigError(wrong)
     question = question_of(command, settings, options, file, world_size)
     if "--search" in options.switches:
         found = search(question)

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarlhf.config.layout import Layout
-from megarlhf.config.lora import LoRA
 from megarlhf.config.runs import AnyRun
-from megarlhf.config.settings import Precision, Recompute
 from megarlhf.errors import CheckpointError
 from megarlhf.loop.roles import Role, attempt, roles
 from megarlhf.models.architecture import Architecture, read_json_object
-from megarlhf.models.names import Head
-from megarlhf.models.precision.linears import Linears
 
 COUNTED_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
@@ -25,24 +20,13 @@ COUNTED_FAMILIES = (
 """Families whose layers are counted."""
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """One model of a run, as it would be built."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(Role):
+    """One model of a run, as it would be built. The copies that linears with FP8 keep are not counted."""
 
-    name: str
     architecture: Architecture
-    layout: Layout
-    head: Head
-    dtype: Precision
-    setting: str
-    """Its layout's setting as the user types it."""
-    is_trained: bool
-    lora: LoRA = LoRA()
-    dropout: float = 0.0
-    recompute: Recompute = "none"
+    """With the labels of a new head."""
     micro_batch_tokens: int = 4096
-    linears: Linears = Linears()
-    """The quantised copies that FP8 ones keep are not counted."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +111,5 @@ def _from_file(file: Path) -> tuple[Architecture, str]:
 def _planned(settings: AnyRun, role: Role, architecture: Architecture) -> PlannedModel:
     section = vars(settings)["actor" if role.name == "generator" else role.name]
     return PlannedModel(
-        name=role.name,
-        architecture=role.built(architecture),
-        layout=role.layout,
-        head=role.head,
-        dtype=role.dtype,
-        setting=role.setting,
-        is_trained=role.is_trained,
-        lora=role.lora,
-        dropout=role.dropout,
-        recompute=role.recompute,
-        micro_batch_tokens=section.micro_batch_tokens,
-        linears=role.linears,
+        **vars(role), architecture=role.built(architecture), micro_batch_tokens=section.micro_batch_tokens
     )

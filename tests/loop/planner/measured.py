@@ -27,7 +27,16 @@ def planned(
     """A tiny model that is trained; `fields` are those of `tiny_config`."""
     architecture = Architecture.from_hf(tiny_config(num_labels=int(head == "value"), **fields))
     return PlannedModel(
-        "actor", architecture, layout, head, dtype, "actor.train", is_trained=True, lora=lora, recompute=recompute
+        name="actor",
+        folder="",
+        architecture=architecture,
+        layout=layout,
+        head=head,
+        dtype=dtype,
+        setting="actor.train",
+        is_trained=True,
+        lora=lora,
+        recompute=recompute,
     )
 
 

@@ -1,0 +1,53 @@
+"""What settings, config.json files and paths say against a run: told within a second, before torch is imported."""
+
+from pathlib import Path
+
+from megarlhf.config.check import violations as setting_violations
+from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.config.settings import Critic, Trainee
+from megarlhf.data.files import HUB
+from megarlhf.loop.model_rules import model_violations
+from megarlhf.loop.roles import Role, architectures, roles
+from megarlhf.models.architecture import Architecture
+from megarlhf.models.precision.linears import te_violations
+
+
+def first_look(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
+    """Violations, a sentence each, which `preflight` tells too. `command` completes the launch that is suggested."""
+    found = setting_violations(settings, world_size, command)
+    cast = roles(settings)
+    models = architectures({name: role for name, role in cast.items() if role.folder}, found)
+    found += model_violations(settings, models)
+    for name, architecture in models.items():
+        found += te_violations(cast[name].linears, architecture, cast[name].layout, cast[name].setting)
+        found += _expert_violations(settings, cast[name], architecture)
+    if isinstance(settings, OnlineRun):
+        found += [line for role in cast.values() for line in _scaling_violations(role)]
+        found += _missing_prompts(settings.data.prompts)
+    return list(dict.fromkeys(found))
+
+
+def _scaling_violations(role: Role) -> list[str]:
+    if role.fp8.recipe != "delayed" or role.fp8.force_delayed:
+        return []
+    setting = "actor.generate_fp8" if role.name == "generator" else f"{role.name}.fp8"
+    return [
+        f"{setting}.recipe: delayed scaling takes its scales from earlier passes, which scoring and sampling disturb; "
+        f"choose blockwise, or set {setting}.force_delayed to true"
+    ]
+
+
+def _expert_violations(settings: AnyRun, role: Role, architecture: Architecture) -> list[str]:
+    section = vars(settings).get(role.name)
+    if architecture.mixture or not isinstance(section, Trainee | Critic) or not section.balance_coef:
+        return []
+    return [f"{role.name}.balance_coef: {section.balance_coef}, but {role.folder} has no experts; set it to 0"]
+
+
+def _missing_prompts(path: str) -> list[str]:
+    if not path or path.startswith(HUB) or Path(path).exists():
+        return []
+    return [
+        f"data.prompts: {Path(path).absolute()} is not there; give a JSONL or Parquet file of prompts, or the folder "
+        "of a data set"
+    ]
