@@ -18,9 +18,10 @@ Credited = tuple[Experience, AlgorithmState, dict[str, float]]
 
 
 def policy_reads(settings: PolicyGradient) -> tuple[str, ...]:
-    """Fields that every algorithm with samples needs; the reference only where something is made of it."""
-    reference = ("logp_reference",) if settings.needs_reference else ()
-    return ("logp_rollout", "logp_start", *reference, "score")
+    """Fields that every algorithm with samples needs; the reference only where something is made of it, and with it
+    what the policy said before the update (which the losses read too, but may take from elsewhere)."""
+    compared = ("logp_start", "logp_reference") if settings.needs_reference else ()
+    return ("logp_rollout", *compared, "score")
 
 
 def ppo_reads(settings: PPO) -> tuple[str, ...]:

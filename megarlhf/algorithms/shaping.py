@@ -83,7 +83,7 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     objective/rlhf_reward       mean over sequences of shaped reward plus KL penalty
     objective/score_deviation   deviation of all scores so far, where scores are normalised
     val/num_eos_tokens          responses that ended by themselves
-    rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats
+    rollout/logp_gap_max        largest |logp_rollout - logp_start|, nats, where logp_start is filled
     rollout/length_avg          mean tokens of a response
     objective/groups_without_signal  share of the groups of several responses whose rewards are all equal
 
@@ -133,13 +133,14 @@ def _kl(experience: Experience, settings: PolicyGradient) -> Tensor:
 
 def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor) -> dict[str, float]:
     sampled = experience.mask.any(dim=1)
-    gap = (experience.logp_rollout - experience.logp_start)[experience.mask].abs().max()
     mean_penalty = float(penalty.sum(dim=1)[sampled].mean())
     metrics = {
         "objective/rlhf_reward": float(reward[sampled].mean()) + mean_penalty,
-        "rollout/logp_gap_max": float(gap),
         "rollout/length_avg": float(experience.mask[sampled].sum(dim=1).float().mean()),
     }
+    if experience.logp_start is not None:
+        gap = (experience.logp_rollout - experience.logp_start)[experience.mask].abs().max()
+        metrics["rollout/logp_gap_max"] = float(gap)
     if experience.logp_reference is not None:
         metrics["objective/kl"] = float(kl.sum(dim=1)[sampled].mean())
         metrics["objective/non_score_reward"] = mean_penalty

@@ -35,6 +35,7 @@ FRACTION = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
 DECAY = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 SEED = Range(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
 PROBABILITY = Range(lambda value: 0 < value <= 1, "more than 0 and at most 1")
+STEPS = Range(lambda value: all(step >= 1 for step in value), "made of steps from 1 on")
 
 OPTIMIZER_RANGES = {
     "learning_rate": POSITIVE,
@@ -84,6 +85,7 @@ RANGES = {
     "run.save_before_minutes": NOT_NEGATIVE,
     "run.stage_timeout_minutes": NOT_NEGATIVE,
     "run.sample_texts": NOT_NEGATIVE,
+    "run.profile": STEPS,
     **{
         f"{model}.optimizer.{name}": wanted
         for model in ("actor", "critic", "reward")
@@ -269,6 +271,9 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
         yield from view_violations(actor.train, actor.generate, actor.lora.rank, is_one_precision=is_one)
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
+    if too_late := [step for step in settings.run.profile if step > settings.run.steps]:
+        last = settings.run.steps
+        yield f"run.profile: step {too_late[0]} is beyond run.steps {last}; choose steps from 1 to {last}"
     warmup = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0
     if warmup >= settings.run.steps:
         yield (

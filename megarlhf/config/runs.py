@@ -123,3 +123,21 @@ COMMANDS: dict[str, type[AnyRun]] = {
     "kto": KTORun,
 }
 """Settings class of each training command."""
+
+
+def update_says_start(settings: OnlineRun) -> bool:
+    """Whether a step's log-probs before its update need no pass of their own.
+
+    They are what the update's own forward says, where a step has one update, on all of its rows, and nothing reads them
+    earlier: no KL penalty or report against a reference, no limit on the gap to the sampler that stops the step. With
+    dropout, or with FP8 whose scales move, a training pass says something else than a scoring one.
+    """
+    algorithm, actor = settings.algorithm, settings.actor
+    return (
+        algorithm.num_epochs * algorithm.num_minibatches == 1
+        and not algorithm.needs_reference
+        and settings.rollout.max_logp_gap == 0
+        and actor.dropout == 0
+        and not actor.fp8.is_on
+        and not (isinstance(settings, PPORun) and settings.algorithm.critic_warmup_steps)
+    )

@@ -282,6 +282,9 @@ class CorpusRun:
     or a checkpoint (or a run folder) to start from, whose settings may differ."""
     overwrite: bool = False
     """Start afresh in a folder that already holds a run; its checkpoints and exports are removed."""
+    profile: tuple[int, ...] = ()
+    """Steps, counted from 1, that are profiled: each rank writes to RUN_DIR/profile torch's trace of the step, and what
+    the time of each stage went to. --profile is short for --run.profile 2: the first step warms up."""
     sample_texts: int = 4
     """Texts written to samples.jsonl per step."""
     tensorboard: bool = True

@@ -4,6 +4,7 @@
 """
 
 from megarlhf.device.arithmetic import matmul_float32
+from megarlhf.device.labels import labelled
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
 from megarlhf.device.memory import (
@@ -46,6 +47,7 @@ __all__ = [
     "is_host",
     "is_prepared",
     "join_world",
+    "labelled",
     "launched_world_size",
     "leave_world",
     "meet",

@@ -180,10 +180,11 @@ class Learner:
         if self.dropout_seed is not None:
             number = self.num_updates + self.num_skipped
             seed_dropout(self.model.groups, derive_seed(self.dropout_seed, "dropout", number))
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-            chunk.train()
-        self._optimizer.zero_grad()
+        with device.labelled("optimizer"):
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+                chunk.train()
+            self._optimizer.zero_grad()
         self._losses.clear()
         if self.model.tally:
             self.model.tally.start(sum(part.experience.num_rows for part in parts))
@@ -211,6 +212,7 @@ class Learner:
 
         return head
 
+    @device.labelled("optimizer")
     @torch.no_grad()
     def _step(self) -> tuple[float, bool]:
         """Clips and applies. The norm spans the world, so that all ranks skip together."""
@@ -262,7 +264,12 @@ def _build_optimizer(model: Model, chunks: list[DistributedDataParallel], settin
     )
     collection = model.groups.collection
     with device.using_adam(device.best_adam(has_te_layers=model.linears.layers == "te")):
-        return get_megatron_optimizer(config, chunks, pg_collection=collection, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, chunks, pg_collection=collection, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):  # one pass over the numbers in place of ten
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+    return optimizer
 
 
 def _sum_gradients(chunks, _num_tokens, *, pg_collection, force_all_reduce):

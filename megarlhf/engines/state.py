@@ -150,7 +150,7 @@ def _set_state(shard: _Shard, moments: dict[str, torch.Tensor], updates: int) ->
     state = shard.adam.state[shard.main]
     state |= moments
     if isinstance(shard.adam, torch.optim.Adam):
-        state["step"] = torch.tensor(float(updates))
+        state["step"] = torch.tensor(float(updates), device=shard.main.device)  # fused: beside the moments
     else:
         for group in shard.adam.param_groups:
             group["step"] = updates

@@ -14,9 +14,10 @@ def watch_gap(settings: Rollout, metrics: Mapping[str, float], *, warns: bool) -
 
     Raises TrainingError, on every rank, when it is larger and `rollout.on_logp_gap` is stop.
     """
-    gap, limit = metrics["rollout/logp_gap_max"], settings.max_logp_gap
-    if not limit or gap <= limit:
+    limit = settings.max_logp_gap
+    if not limit or metrics["rollout/logp_gap_max"] <= limit:
         return
+    gap = metrics["rollout/logp_gap_max"]
     words = (
         f"rollout.max_logp_gap: a sampled token's log-prob differs by {gap:.3g} nats between sampler and trainer, more "
         f"than {limit:g}; sample and train in the same precision (actor.generate_fp8), correct for it "

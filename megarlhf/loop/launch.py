@@ -28,11 +28,14 @@ _log = logging.getLogger(__name__)
 def launch(command: str, argv: Sequence[str]) -> int:
     """Runs a training command on every rank of the launch; returns the exit code. Raises ConfigError.
 
-    With --dry-run nothing is loaded, joined or written: the plan of the run is printed instead (see `planner`).
+    With --dry-run nothing is loaded, joined or written: the plan of the run is printed instead (see `planner`). --json
+    prints metrics as JSON lines; --profile profiles the second step.
     """
     if "--dry-run" in argv or "--dry_run" in argv:
         return _dry_run(command, [word for word in argv if word not in ("--dry-run", "--dry_run")])
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    if "--profile" in argv:
+        argv = [word for word in argv if word != "--profile"] + ["--run.profile", "2"]
     settings, store = _agreed(command, argv)
     folder = Path(settings.run.dir)
     from megarlhf import device

@@ -13,15 +13,17 @@ def train(run: Run, first_step: int, after_step: AfterStep) -> None:
     """Runs the steps from `first_step` on. Collective over the world: each rank runs the same program on the same batch
     record."""
     for step in range(first_step, run.num_steps):
-        with run.spans("total"):
-            batch = run.next_batch(step)
-            for name, scorer in run.scorers.items():
-                with run.spans(name), run.resident(name, WEIGHTS):
-                    batch = scorer.annotate(batch)
-            batch = run.credit(batch)
-            for name, learner in run.learning(step).items():
-                with run.spans(f"learn_{name}"), run.resident(f"learn_{name}", WEIGHTS, GRADIENTS, OPTIMIZER):
-                    for minibatch in run.minibatches(batch, step):
-                        if run.record(name, learner.update(run.parts(name, minibatch))):
-                            break
-        after_step(step + 1, run.finish(step, batch))
+        with run.profiled(step):
+            with run.spans("total"):
+                batch = run.next_batch(step)
+                for name, scorer in run.scorers.items():
+                    with run.spans(name), run.resident(name, WEIGHTS):
+                        batch = scorer.annotate(batch)
+                batch = run.credit(batch)
+                for name, learner in run.learning(step).items():
+                    with run.spans(f"learn_{name}"), run.resident(f"learn_{name}", WEIGHTS, GRADIENTS, OPTIMIZER):
+                        for minibatch in run.minibatches(batch, step):
+                            if run.record(name, learner.update(run.parts(name, minibatch))):
+                                break
+            numbers = run.finish(step, batch)
+        after_step(step + 1, numbers)

@@ -21,6 +21,7 @@ from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer
 from megarlhf.loop.housing import house_learner, residency_of
+from megarlhf.loop.profiling import stage_label
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
@@ -81,7 +82,7 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         passes=Passes(),
         temperature=1.0,
         reporter=reporter,
-        spans=Spans(device.synchronize),
+        spans=Spans(device.synchronize, stage_label),
         state=algorithm.initial_state(settings.algorithm),
         roles={role.name: role},
         residency=residency,

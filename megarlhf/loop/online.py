@@ -8,7 +8,7 @@ from pathlib import Path
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.schedule import updates_per_step
-from megarlhf.config.runs import OnlineRun, PPORun
+from megarlhf.config.runs import OnlineRun, PPORun, update_says_start
 from megarlhf.config.settings import Reward
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.prompts import read_prompts
@@ -19,6 +19,7 @@ from megarlhf.engines.scorer import ExchangedRewardModelScorer, LogprobScorer, R
 from megarlhf.loop.dynamic import DynamicRollouts
 from megarlhf.loop.housing import house_learner, house_weights, residency_of, reward_lives_in_critic
 from megarlhf.loop.mixture import pretraining_mix
+from megarlhf.loop.profiling import stage_label
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import Role, roles
 from megarlhf.loop.rollouts import Rollouts
@@ -59,7 +60,7 @@ def build_online(
     mixtures = _mixtures(settings, tokenizer)
     cast, workshop = roles(settings), Workshop(world_size, settings.run.seed)
     reported: list[dict[str, Metric]] = []
-    spans = Spans(device.synchronize)
+    spans = Spans(device.synchronize, stage_label)
     residency = residency_of(settings)
     actor_model = workshop.model(cast["actor"])
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
@@ -112,11 +113,13 @@ def _mixtures(settings: OnlineRun, tokenizer: Tokenizer) -> dict[str, Mixture]:
 def _actor_scorers(
     settings: OnlineRun, algorithm: Algorithm, actor: Model, tokenizer: str, residency: Residency
 ) -> tuple[dict[str, Scorer], tuple[Follower, ...]]:
-    """Log-probs in the training layout, and the reference's (kept here or asked) where the algorithm reads them; and
-    the averages that move with the actor. `tokenizer` is the fingerprint of the actor's.
+    """Log-probs in the training layout unless the update says them, and the reference's (kept here or asked) where the
+    algorithm reads them; and the averages that move with the actor. `tokenizer` is the fingerprint of the actor's.
     """
     temperature, max_tokens = settings.rollout.temperature, settings.actor.micro_batch_tokens
-    scorers: dict[str, Scorer] = {"logp": LogprobScorer(actor, "logp_start", temperature, max_tokens)}
+    scorers: dict[str, Scorer] = {}
+    if not update_says_start(settings):
+        scorers["logp"] = LogprobScorer(actor, "logp_start", temperature, max_tokens)
     followers: tuple[Follower, ...] = ()
     if settings.actor.average_decay:
         average = Average(trained_parameters(actor), settings.actor.average_decay)  # adapters only, with LoRA

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
 from megarlhf.algorithms.state import AlgorithmState
-from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.config.runs import AnyRun, OnlineRun, update_says_start
 from megarlhf.engines.learner import Learner, Objective, Part, Update
 from megarlhf.engines.pipeline import group_units
 from megarlhf.loop.gap import watch_gap
 from megarlhf.loop.objectives import objective
+from megarlhf.loop.profiling import profiled
 from megarlhf.loop.roles import Role
 from megarlhf.loop.tape import Tape
 from megarlhf.records.experience import Experience
@@ -142,6 +143,10 @@ class Run:
         models = self.modules.get(stage, ())
         return self.residency.stage(stage, [Tenant(model, part) for model in models for part in parts])
 
+    def profiled(self, step: int) -> AbstractContextManager[None]:
+        """Writes a profile of the block where `step` is one of `run.profile`."""
+        return profiled(self.folder / "profile", step + 1, self.settings.run.profile, dist.get_rank())
+
     def next_batch(self, step: int) -> Experience:
         """The batch of `step` as scorers read it."""
         return self.algorithm.before_scoring(self.source.next_batch(step), self.settings.algorithm)
@@ -150,8 +155,9 @@ class Run:
         """Advantages and targets under the current state, which then moves for the next step; the step's losses keep
         the coefficients from before."""
         now = self.algorithm.settings_now(self.settings.algorithm, self.state)
+        is_start = isinstance(self.settings, OnlineRun) and update_says_start(self.settings)
         self._objectives = {
-            name: objective(self.algorithm, now, learner.model.head, self.temperature)
+            name: objective(self.algorithm, now, learner.model.head, self.temperature, is_start=is_start)
             for name, learner in self.learners.items()
         }
         scored, state = batch, self.state

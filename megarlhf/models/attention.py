@@ -54,8 +54,8 @@ class SelfAttention(MegatronSelfAttention):
             mixed = mixed.chunk(groups, dim=-1)[group.rank() // ranks_per_group]
         heads = self.config.num_attention_heads // groups
         mixed = mixed.unflatten(-1, (-1, heads + 2, size))
-        query, key, value = mixed[:, :, :, :heads], mixed[:, :, :, heads], mixed[:, :, :, heads + 1]
-        query = query.flatten(2, 3)
+        query, key, value = mixed.split([heads, 1, 1], dim=3)  # not slices, whose gradients are as large as the whole
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         if ranks_per_group > 1:
             query = query.chunk(ranks_per_group, dim=2)[group.rank() % ranks_per_group]
         if self.config.qk_layernorm:
@@ -135,6 +135,13 @@ class SDPACoreAttention(torch.nn.Module):
         query [1, heads, N/cp, D]; key and value [1, groups, N, D].
         """
         starts = packing.cu_seqlens_q.tolist()
+        if self.context.size() == 1:
+            # Not slices: the gradient of each would be as large as the stream.
+            sizes = packing.cu_seqlens_q.diff().tolist()
+            sizes += [key.shape[2] - starts[-1]]
+            pieces = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+            yield from (piece for piece, size in zip(pieces, sizes[:-1], strict=False) if size)
+            return
         first = 0
         for here, end in held_slices(key.shape[2], self.context.size(), self.context.rank()):
             for row, stop in zip(starts, starts[1:], strict=False):

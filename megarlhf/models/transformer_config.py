@@ -7,6 +7,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Recompute
+from megarlhf.device.labels import Timers
 from megarlhf.device.megatron import fuses_weight_gradients
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.precision.linears import LOCAL, Linears
@@ -74,6 +75,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         **_experts(architecture, layout),
         calculate_per_token_loss=True,
+        timers=Timers(),
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         bias_activation_fusion=False,

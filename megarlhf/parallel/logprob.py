@@ -119,7 +119,8 @@ class _FusedLogprob(torch.autograd.Function):
         entropy = (log_normaliser - mean_logit).where(valid, 0.0)
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, mean_logit)
         ctx.head_options = head_options
-        ctx.chunk_tokens, ctx.with_entropy = chunk_tokens, with_entropy
+        ctx.chunk_tokens = chunk_tokens
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing in the backward pass
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logp.where(valid, 0.0), entropy
@@ -129,8 +130,8 @@ class _FusedLogprob(torch.autograd.Function):
         hidden, weight, targets, log_normaliser, mean_logit = ctx.saved_tensors
         head = _head(weight, *ctx.head_options)
         valid = targets >= 0
-        grad_logp = grad_logp.where(valid, 0.0)
-        grad_entropy = grad_entropy.where(valid, 0.0) if ctx.with_entropy else None
+        grad_logp = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp.where(valid, 0.0)
+        grad_entropy = None if grad_entropy is None else grad_entropy.where(valid, 0.0)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
@@ -142,7 +143,7 @@ class _FusedLogprob(torch.autograd.Function):
                 log_normaliser[at],
                 mean_logit[at],
                 grad_logp[at],
-                grad_entropy[at] if ctx.with_entropy else None,
+                None if grad_entropy is None else grad_entropy[at],
             ).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[at] = grad_logits @ weight

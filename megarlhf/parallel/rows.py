@@ -25,6 +25,7 @@ def share(lengths: Sequence[int], dp: int) -> list[list[int]]:
     return [sorted(mine) for mine in rows]
 
 
+@device.labelled("communicate")
 def gather_rows(
     rows: Sequence[int], values: Sequence[torch.Tensor], num_rows: int, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:

@@ -64,8 +64,10 @@ def all_of(model: str) -> tuple[Tenant, ...]:
     return Tenant(model, WEIGHTS), Tenant(model, GRADIENTS), Tenant(model, OPTIMIZER)
 
 
-def stages(found: dict[Tenant, Place], sharing: Sharing) -> tuple[Stage, ...]:
+def stages(found: dict[Tenant, Place], sharing: Sharing, *, scores_start: bool = True) -> tuple[Stage, ...]:
     """The stages of a step in order, of a run with the tenants of `homes`.
+
+    `scores_start`: the log-probs before the update take a pass of their own (`config.runs.update_says_start`).
 
     Before sampling: optimizer and gradients out, new weights into the generation layout bucket by bucket, the training
     weights out, then the cache.
@@ -74,7 +76,8 @@ def stages(found: dict[Tenant, Place], sharing: Sharing) -> tuple[Stage, ...]:
     generator = Tenant("generator", WEIGHTS)
     sampled = actor if sharing.generator_in_actor else generator
     steps = [] if sharing.generator_in_actor else [Stage("reshard", (actor, generator))]
-    steps += [Stage("generate", (sampled, GENERATOR_PACKED, GENERATOR_CACHE)), Stage("logp", (actor,))]
+    steps += [Stage("generate", (sampled, GENERATOR_PACKED, GENERATOR_CACHE))]
+    steps += [Stage("logp", (actor,))] if scores_start else []
     steps += [Stage("reference", (actor,))] if REFERENCE in found else []
     steps += [Stage("reward", (critic if sharing.reward_in_critic else reward,))] if reward in found else []
     if critic in found:

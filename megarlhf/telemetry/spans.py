@@ -3,15 +3,20 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Spans:
     """Adds up the wall time of blocks by name until `take`. Blocks may nest; each counts all of its own time."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        """`synchronize` waits for the device's queued work, which otherwise would be counted in a later block."""
-        self._synchronize = synchronize
+    def __init__(
+        self,
+        synchronize: Callable[[], None] = lambda: None,
+        label: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+    ) -> None:
+        """`synchronize` waits for the device's queued work, which otherwise would be counted in a later block; `label`
+        tells a profiler of a block."""
+        self._synchronize, self._label = synchronize, label
         self._seconds: dict[str, float] = defaultdict(float)
         self._open: list[tuple[str, float]] = [("between stages", time.perf_counter())]
 
@@ -21,8 +26,9 @@ class Spans:
         start = time.perf_counter()
         self._open.append((name, start))
         try:
-            yield
-            self._synchronize()
+            with self._label(name):
+                yield
+                self._synchronize()
         finally:
             self._open.pop()
             self._open[0] = (self._open[0][0], time.perf_counter())

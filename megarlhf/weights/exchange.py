@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarlhf.device import labelled
 from megarlhf.models.build import Model
 from megarlhf.models.lora import base_parameters, merged_parameters
 from megarlhf.weights.boxes import num_elements, slices
@@ -77,6 +78,7 @@ class Resharder:
 
 
 @torch.no_grad()
+@labelled("communicate")
 def exchange(
     plan: ReshardPlan,
     source: Mapping[Key, torch.Tensor],

@@ -59,6 +59,8 @@ TABLE = {
     "M57 no model": ("--actor.model ROOT/held", ["actor.model", "config.json"]),
     "M58 tokenizers": ("--reward.model ROOT/other_words", ["reward.model", "tokenizer"]),
     "M59 no score head": ("--reward.model ROOT/actor", ["reward.model", "without a score head"]),
+    "profile": ("--run.steps 3 --run.profile 2 4", ["run.profile: step 4", "run.steps 3", "choose steps from 1 to 3"]),
+    "profile 0": ("--run.profile 0", ["run.profile", "steps from 1 on"]),
     "deadline": ("--run.save_before_minutes -1", ["run.save_before_minutes: -1.0", "0 or more"]),
 }
 

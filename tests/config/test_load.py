@@ -195,6 +195,7 @@ def strategy(setting):
     numbers = st.floats(allow_nan=False, allow_infinity=False)
     plain = {bool: st.booleans(), int: st.integers(), float: numbers, str: texts}
     plain |= {tuple[str, ...]: st.lists(texts, max_size=3).map(tuple), tuple[float, ...]: st.lists(numbers).map(tuple)}
+    plain |= {tuple[int, ...]: st.lists(st.integers()).map(tuple)}
     kind = plain.get(setting.kind) if not setting.is_section else any_settings(setting.kind)
     kind = st.sampled_from(setting.kind.__args__) if kind is None else kind
     return kind | st.none() if setting.optional else kind

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarlhf.device import labelled
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.steps import Steps
 from megarlhf.models.attention import causal_attention, masked_attention
@@ -33,6 +34,7 @@ class Prefilled:
         return Prefilled(self.blocks[:, :, [prompt], :, :length], self.hidden[[prompt]])
 
 
+@labelled("sample")
 def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int]]) -> Prefilled:
     """Runs whole prompts, packed without padding. Collective over the model's tensor and pipeline groups."""
     device = next(model.chunks[0].parameters()).device
@@ -60,6 +62,7 @@ def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int
     return Prefilled(blocks, hidden[ends])
 
 
+@labelled("sample")
 def decode(
     model: Model, steps: Sequence[Steps], cache: Cache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int
 ) -> torch.Tensor:

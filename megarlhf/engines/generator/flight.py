@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
+from megarlhf.device import labelled
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.decode import Prefilled, decode, prefill
 from megarlhf.engines.generator.noise import row_keys
@@ -130,6 +131,7 @@ class Flight:
         self._longest = max(self._longest, max(len(group.prompt) for group in groups))
         return prefilled.hidden[prompts]
 
+    @labelled("sample")
     def _choose(self, hidden: torch.Tensor) -> Choice:
         """The next token of every active slot, from hidden states [A, 1, H], on every rank of the model."""
         choice = None

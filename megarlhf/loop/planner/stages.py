@@ -6,7 +6,7 @@ Stages and places come from residency's own tables (`residency.schedule`), so th
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.config.runs import AnyRun, OnlineRun, update_says_start
 from megarlhf.loop.planner.activations import forward_bytes, stage_activations
 from megarlhf.loop.planner.cache import cache_bytes, packed_bytes, rollout_bytes
 from megarlhf.loop.planner.gpus import GPU
@@ -97,7 +97,7 @@ class Ranks:
         reward = Tenant("reward", WEIGHTS)
         if sharing.reward_in_critic:
             fixed[reward] = waits[reward]
-        return waits, stages(waits, sharing), fixed
+        return waits, stages(waits, sharing, scores_start=not update_says_start(self.settings)), fixed
 
     def _offline_schedule(self) -> tuple[dict[Tenant, Place], tuple[Stage, ...], dict[Tenant, Place]]:
         (name,) = self.models
