@@ -4,24 +4,30 @@ Exit codes: 0 done, 1 failed, 2 bad settings or input, 75 saved and to be starte
 reads the output any more (`| head`).
 """
 
-import ast
 import contextlib
 import difflib
 import importlib
 import logging
 import os
-import pkgutil
 import select
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-from megarlhf import __version__, commands
+from megarlhf import __version__
+from megarlhf.commands import command_summaries
 from megarlhf.errors import ConfigError, MegarlhfError, Requeue
 from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
 
+_PURPOSES = {
+    "train, by a recipe": ("sft", "rm", "ppo", "grpo", "rloo", "reinforce-plus-plus", "dpo", "kto"),
+    "before a run": ("show", "check", "plan", "doctor", "verify-layout"),
+    "after a run": ("report", "compare", "replay"),
+    "use a model": ("chat", "generate", "eval", "judge", "revise", "serve", "convert"),
+    "your shell": ("completion",),
+}
+"""The order in which help lists the commands."""
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 _LET_FIRST_S = 20
@@ -75,15 +81,6 @@ def run() -> None:
     os._exit(code)
 
 
-def command_summaries() -> dict[str, str]:
-    """Each command and its one line, read from the sources without importing them."""
-    folder = Path(commands.__path__[0])
-    return {
-        module.name.replace("_", "-"): _summary(folder / f"{module.name}.py")
-        for module in pkgutil.iter_modules(commands.__path__)
-    }
-
-
 def _dispatch(words: list[str]) -> int:
     summaries = command_summaries()
     if words and words[0] == "--version":
@@ -103,23 +100,21 @@ def _dispatch(words: list[str]) -> int:
 
 def _help(summaries: dict[str, str]) -> str:
     width = max(map(len, summaries))
-    lines = [f"  {name:{width}}  {summary}" for name, summary in summaries.items()]
+    left = [name for name in summaries if not any(name in names for names in _PURPOSES.values())]
+    lines = []
+    for purpose, names in (_PURPOSES | ({"more": tuple(left)} if left else {})).items():
+        lines += ["", f"{purpose}:"]
+        lines += [f"  {name:{width}}  {summaries[name].partition(': ')[0]}" for name in names if name in summaries]
     return "\n".join(
         [
-            "usage: megarlhf COMMAND ...    (several ranks: torchrun --nproc-per-node N -m megarlhf COMMAND ...)",
-            "",
+            "usage: megarlhf COMMAND ...",
+            "       torchrun --nproc-per-node N -m megarlhf COMMAND ...    (several ranks)",
             *lines,
             "",
-            "megarlhf COMMAND --help lists a command's flags; --debug adds tracebacks to errors; --version.",
+            "megarlhf COMMAND --help says how a command is called, with all its flags and what each does. --debug adds",
+            "tracebacks to errors; --version. A first run: make quickstart, in the repository.",
         ]
     )
-
-
-def _summary(path: Path) -> str:
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "SUMMARY":
-            return ast.literal_eval(statement.value)
-    raise AssertionError(f"{path} has no SUMMARY")
 
 
 def _print_error(error: MegarlhfError) -> None:

@@ -17,7 +17,8 @@ def main(argv: Sequence[str]) -> int:
     as_json = "--json" in argv
     words = [word for word in argv if word != "--json"]
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: {SUMMARY.partition(': ')[2]}")
+        print(f"usage: {SUMMARY.partition(': ')[2]}\n\n  --json  JSON instead of YAML\n")
+        print(f"What the file and flags leave out is shown with its default. Commands: {', '.join(COMMANDS)}.")
         return 0
     if not words or words[0] not in COMMANDS:
         raise ConfigError(f"show: expected a command to show, one of {', '.join(COMMANDS)}; {SUMMARY}")

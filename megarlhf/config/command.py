@@ -54,11 +54,26 @@ def _other_command(command: str, file: str, found: list[str]) -> list[str]:
 
 def no_recipe(command: str) -> str:
     """What to say to somebody who gave a training command nothing."""
-    kind = COMMANDS[command]()
-    needed = "actor.model and data.prompts, and reward.functions or reward.model"
-    if isinstance(kind, OfflineRun):
-        needed = f"{'reward' if isinstance(kind, RewardModelRun) else 'actor'}.model and data.path"
     return (
-        f"{command}: which recipe? Give a YAML file: megarlhf {command} FILE.yaml [--dotted.flags]. It needs {needed}; "
-        f"examples/ in the repository has some to start from, and megarlhf {command} --help explains every setting"
+        f"{command}: which recipe? Give a YAML file: megarlhf {command} FILE.yaml [--dotted.flags]. It needs "
+        f"{_needed(command)}; examples/ in the repository has some to start from, and megarlhf {command} --help "
+        "explains every setting"
     )
+
+
+def how_to_call(command: str) -> str:
+    """What a training command's help opens with, before its settings."""
+    return f"""megarlhf {command} FILE.yaml [--dotted.flags] [--dry-run] [--json]
+torchrun --nproc-per-node N -m megarlhf {command} FILE.yaml ...    (several ranks)
+
+FILE.yaml holds the settings listed below in sections; flags override single ones: `--run.seed 1` is `run: {{seed: 1}}`.
+Needed: {_needed(command)}. All else has a default.
+`--dry-run` prints what the run would take and starts nothing; `--json` prints each step's metrics as a JSON line.
+"""
+
+
+def _needed(command: str) -> str:
+    kind = COMMANDS[command]()
+    if isinstance(kind, OfflineRun):
+        return f"{'reward' if isinstance(kind, RewardModelRun) else 'actor'}.model and data.path"
+    return "actor.model and data.prompts, and reward.functions or reward.model"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarlhf import launcher
 from megarlhf.config.algorithm_check import algorithm_warnings
-from megarlhf.config.command import load_for, no_recipe
+from megarlhf.config.command import how_to_call, load_for, no_recipe
 from megarlhf.config.filled import filled
 from megarlhf.config.load import to_yaml
 from megarlhf.config.runs import AnyRun, OnlineRun
@@ -70,6 +70,8 @@ def _agreed(command: str, argv: Sequence[str]) -> tuple[AnyRun, "dist.Store"]:
     """
     if not argv:
         raise ConfigError(no_recipe(command))
+    if "-h" in argv or "--help" in argv:
+        print(how_to_call(command))
     settings, found = _looked_at(command, argv)
     folder, world_size = Path(settings.run.dir) if settings is not None else None, launcher.place()[1]
     if world_size == 1:

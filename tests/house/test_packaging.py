@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,19 @@ def test_the_ci_script_stops_at_the_first_failure_and_runs_both_pythons():
     script = (ROOT / ".ci/run").read_text()
     assert "set -euo pipefail" in script and "make --no-print-directory test" in script and "3.12" in script
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_the_hooks_before_a_commit_run():
+    """Each hook's command, as pre-commit would run it, with this environment for `.venv`."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["id"]: hook for hook in repository["hooks"]}
+    assert set(hooks) == {"ruff", "house", "mypy"} and hooks["mypy"]["stages"] == ["manual"]
+    for hook in hooks.values():
+        program, *words = hook["entry"].split()
+        assert (Path(sys.executable).parent / Path(program).name).exists() and program.startswith(".venv/bin/")
+        assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+    words = hooks["ruff"]["entry"].split()[1:]
+    subprocess.run([sys.executable, "-m", "ruff", *words, "setup.py"], cwd=ROOT, check=True)
 
 
 def test_types_hold():
