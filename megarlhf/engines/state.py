@@ -18,6 +18,7 @@ from megarlhf.checkpoints.shards import NamedBox, named_boxes, speakers, wanted_
 from megarlhf.config.lora import LoRA
 from megarlhf.engines.learner import Learner
 from megarlhf.models.build import Model
+from megarlhf.models.precision import te
 from megarlhf.models.precision.linear import named_states
 from megarlhf.models.precision.recipe import History
 from megarlhf.parallel.grid import Coordinates
@@ -166,15 +167,32 @@ def _histories(learner: Learner) -> Iterator[tuple[str, History]]:
                         yield f"{layer.layer_number}.{name}.{operand}", vars(state.histories)[operand]
 
 
+def _te_scales(learner: Learner) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Of Transformer Engine's delayed scaling on this rank, likewise: it reduces them over all ranks."""
+    for chunk in learner.model.chunks:
+        for layer in chunk.decoder.layers:
+            for name, tensors in te.named_scales(layer):
+                yield f"{layer.layer_number}.{name}", tensors
+
+
 def _restore_scales(learner: Learner, saved: Mapping[str, Sequence]) -> None:
     for name, history in _histories(learner):
         history.scale, history.largest = saved[name][0], list(saved[name][1])
+    if not saved or learner.model.linears.layers != "te":
+        return
+    for chunk in learner.model.chunks:
+        for layer in chunk.decoder.layers:
+            te.make_scales(layer, learner.model.config)
+    for name, tensors in _te_scales(learner):
+        for tensor, values in zip(tensors, saved[name], strict=True):
+            tensor.copy_(torch.tensor(values))
 
 
 def learner_numbers(learner: Learner) -> dict[str, Any]:
     """Counters of a learner, and the scales of delayed FP8 scaling. Collective over the world."""
     scales: list[dict | None] = [None] * learner.model.groups.world_size
-    mine = {name: [history.scale, history.largest] for name, history in _histories(learner)}
+    mine: dict[str, list] = {name: [history.scale, history.largest] for name, history in _histories(learner)}
+    mine |= {name: [tensor.tolist() for tensor in tensors] for name, tensors in _te_scales(learner)}
     dist.all_gather_object(scales, mine, group=learner.model.groups.world)
     return {
         "fp8": {name: value for found in scales for name, value in found.items()},

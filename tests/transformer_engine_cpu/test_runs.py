@@ -1,15 +1,29 @@
 """Whole runs with layers te: what they report is what the emulation reports, and stopped ones go on bit for bit."""
 
+import random
 from pathlib import Path
 
 import pytest
 
 from megarlhf.config.algorithms import PPO
+from megarlhf.config.corpus import Corpus
 from megarlhf.config.layout import Layout
 from megarlhf.config.precision import FP8
-from megarlhf.config.settings import Actor, Critic, Data, Optimizer, PPORun, Reward, Rollout, Run
+from megarlhf.config.runs import RewardModelRun
+from megarlhf.config.settings import (
+    Actor,
+    CorpusRun,
+    Critic,
+    Data,
+    Optimizer,
+    PPORun,
+    Reward,
+    RewardTrainee,
+    Rollout,
+    Run,
+)
 from tests.distributed.pool import run_on_ranks
-from tests.learning.toy import train, write_prompts
+from tests.learning.toy import ANSWER_TOKENS, answer, random_prompt, train, write_prompts, write_rows
 from tests.loop.test_resume import launches, numbers, stopped_often, tensors
 from tests.tiny import write_llama
 from tests.transformer_engine_cpu.test_models import SIZES
@@ -24,6 +38,9 @@ def toy(tmp_path_factory) -> Path:
     write_llama(root / "actor", tied=True, num_hidden_layers=2, **SIZES)
     write_llama(root / "reward", tied=True, num_hidden_layers=2, num_labels=1, seed=3, **SIZES)
     write_prompts(root / "prompts.jsonl", 8)
+    rng = random.Random(0)
+    pairs = [(random_prompt(rng), answer(rng, ANSWER_TOKENS), answer(rng, 0)) for _ in range(2 * STEPS)]
+    write_rows(root / "pairs.jsonl", [{"prompt": prompt, "chosen": a, "rejected": b} for prompt, a, b in pairs])
     return root
 
 
@@ -55,9 +72,28 @@ def test_a_run_reports_what_the_emulation_does_and_goes_on_after_a_stop_with_the
     run_on_ranks(2, train_te, "ppo", ppo(toy, tmp_path / "emulated", "emulated_fp8"))
     ours, theirs = (numbers(tmp_path / name)[0] for name in ("te", "emulated"))
     assert ours["rollout/logp_gap_max"] > 0 and ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    parts = stopped_often(ppo(toy, tmp_path), tmp_path / "parts")
-    assert run_on_ranks(2, launches_te, "ppo", parts) == [STEPS] * 2
-    assert numbers(tmp_path / "parts") == numbers(tmp_path / "te")
-    expected, found = tensors(tmp_path / "te", STEPS), tensors(tmp_path / "parts", STEPS)
+    assert_goes_on("ppo", ppo(toy, tmp_path), tmp_path)
+
+
+def assert_goes_on(command: str, settings, root: Path) -> None:
+    """Stopped after every step, the run ends with the bits of the one in `root`/te."""
+    parts = stopped_often(settings, root / "parts")
+    assert run_on_ranks(2, launches_te, command, parts) == [STEPS] * 2
+    assert numbers(root / "parts") == numbers(root / "te")
+    expected, found = tensors(root / "te", STEPS), tensors(root / "parts", STEPS)
     assert expected.keys() == found.keys() and any("exp_avg_sq" in name for name in found)
     assert not [name for name in expected if not expected[name].equal(found[name])]
+
+
+def test_delayed_scaling_goes_on_with_its_scales(toy, tmp_path):
+    delayed = FP8("delayed", "hybrid", force_delayed=True)
+    reward = RewardTrainee(
+        model=str(toy / "reward"), train=Layout(tp=2), optimizer=Optimizer(learning_rate=1e-3), layers="te", fp8=delayed
+    )
+    settings = RewardModelRun(
+        reward=reward,
+        data=Corpus(path=str(toy / "pairs.jsonl"), batch_size=2, max_tokens=16, epochs=1),
+        run=CorpusRun(dir=str(tmp_path / "te"), checkpoint_every=2, tensorboard=False),
+    )
+    run_on_ranks(2, train_te, "rm", settings)
+    assert_goes_on("rm", settings, tmp_path)

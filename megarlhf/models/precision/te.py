@@ -5,7 +5,7 @@ computes with the old one. Weights themselves stay in the model's precision (`fp
 could be neither moved between layouts nor sent to the host.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,3 +46,24 @@ def forget_weights(chunks: Iterable[torch.nn.Module]) -> None:
         for part in chunk.modules():
             vars(part).get("_fp8_workspaces", {}).clear()
         chunk.set_is_first_microbatch()
+
+
+def named_scales(layer: torch.nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Delayed scaling's memory in a layer: by linear and direction its scales [K] and largest magnitudes [steps, K].
+
+    Forward K is 3 (input, weight, output), backward 2. Nothing before the first pass, and nothing for other recipes.
+    """
+    for name, part in layer.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            state = vars(part).get("fp8_meta", {}).get(direction)
+            if state is not None and "amax_history" in vars(state):
+                yield f"{name}.{direction}", [state.scale, state.amax_history]
+
+
+@torch.no_grad()
+def make_scales(layer: torch.nn.Module, config: TransformerConfig) -> None:
+    """Makes what `named_scales` names before there was a pass, so that it can be filled."""
+    with layer_precision(config, layer.layer_number):
+        for part in layer.modules():
+            if "fp8_meta" in vars(part):
+                part.init_fp8_metadata(num_gemms=1)
