@@ -35,6 +35,14 @@ _NEWEST_MXFP8 = (12, 0)
 _BLOCKWISE_CUDA = (12, 9)
 
 
+def in_words(machine: Machine) -> str:
+    """What layers te can do on `machine`."""
+    if machine.transformer_engine is None or machine.capability is None:
+        return "no layers te: " + ("not installed" if machine.transformer_engine is None else "no GPU")
+    fits = [recipe for recipe in _LEAST if not _lacks(machine, machine.capability, recipe)]
+    return f"layers te; FP8 recipes: {', '.join(fits) or 'none'}"
+
+
 def missing_for_te(machine: Machine, name: str, recipes: dict[str, FP8]) -> list[str]:
     """Why the model in section `name` cannot have layers te on `machine`, a sentence each.
 

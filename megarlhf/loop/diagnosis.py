@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarlhf import device
 from megarlhf.device.gpus import describe_gpus
 from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, package_violations
+from megarlhf.device.transformer_engine import Machine, in_words
 from megarlhf.device.versions import versions
 from megarlhf.loop.agreement import disagreements
 
@@ -35,6 +36,7 @@ def machine() -> list[Finding]:
     found = [Finding(name, version) for name, version in versions().items()]
     found.append(Finding("apex kernels (amp_C)", "yes" if has_real_apex() else "no: torch's are used"))
     found.append(Finding("fused weight gradients", "yes" if has_fused_weight_gradients() else "no"))
+    found.append(Finding("Transformer Engine", in_words(Machine.here())))
     gpus = describe_gpus()
     found += [Finding("package", words, is_problem=True) for words in package_violations(has_gpu=bool(gpus))]
     found += [Finding(name, words) for name, words in gpus.items()]

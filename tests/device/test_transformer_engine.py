@@ -3,7 +3,7 @@
 import pytest
 
 from megarlhf.config.precision import FP8
-from megarlhf.device.transformer_engine import Machine, missing_for_te
+from megarlhf.device.transformer_engine import Machine, in_words, missing_for_te
 
 HOPPER, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
 
@@ -40,6 +40,13 @@ def test_layers_te_need_the_package_and_a_gpu():
     assert line.startswith("actor.layers: te needs Transformer Engine, which is not installed; install it")
     (line,) = missing("blockwise", None)
     assert line.startswith("actor.layers: te needs a GPU, and there is none here")
+
+
+def test_the_diagnosis_says_what_could_run():
+    assert in_words(Machine("2.20.2", HOPPER, (13, 0))).endswith("FP8 recipes: tensorwise, delayed, blockwise")
+    assert in_words(Machine("2.20.2", AMPERE, (13, 0))) == "layers te; FP8 recipes: none"
+    assert in_words(Machine(None, HOPPER)) == "no layers te: not installed"
+    assert in_words(Machine("2.20.2", None)) == "no layers te: no GPU"
 
 
 def test_this_machine_is_asked_without_importing_the_package():

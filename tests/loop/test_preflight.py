@@ -8,6 +8,8 @@ import pytest
 from megarlhf.config.algorithms import RewardModelling
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.layout import Layout
+from megarlhf.config.load import to_yaml
+from megarlhf.config.precision import FP8
 from megarlhf.config.runs import RewardModelRun
 from megarlhf.config.settings import (
     Actor,
@@ -21,6 +23,7 @@ from megarlhf.config.settings import (
     Rollout,
     Run,
 )
+from megarlhf.errors import ConfigError
 from megarlhf.loop.preflight import preflight
 from tests.tiny import write_llama
 
@@ -229,3 +232,23 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_run(models, tmp_path):
     settings = replace(good(models, tmp_path), run=Run(dir=str(tmp_path / "file/run")))
     (found,) = preflight(settings, 1)
     assert found.startswith("run.dir:") and "cannot be written: Not a directory; choose another folder" in found
+
+
+def test_layers_te_are_refused_before_anything_is_loaded_where_they_cannot_be(models, tmp_path):
+    from megarlhf.loop.launch import launch
+
+    file = tmp_path / "te.yaml"
+    settings = good(models, tmp_path)
+    file.write_text(to_yaml(replace(settings, actor=replace(settings.actor, layers="te"))))
+    with pytest.raises(ConfigError) as problem:
+        launch("ppo", [str(file)])
+    (line,) = problem.value.violations
+    assert line.startswith("actor.layers: te needs Transformer Engine, which is not installed")
+
+
+def test_sizes_that_fp8_products_cannot_have_are_named(models, tmp_path):
+    settings = good(models, tmp_path)
+    critic = replace(settings.critic, layers="te", fp8=FP8("blockwise"))
+    found = preflight(replace(settings, critic=critic), 1)
+    assert found and all(line.startswith("critic.train: tp 1 leaves a rank ") for line in found)
+    assert all("FP8 products (blockwise) need a multiple of 16" in line for line in found)

@@ -4,6 +4,8 @@ So fused norms, names of weights, padding, precision of each layer, kept weights
 in scoring, training and sampling, on one rank and on two.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megarlhf.models.precision.linears import Linears
 from tests.distributed.pool import run_on_ranks
 from tests.engines.layouts import assemble, frozen_batch, tensors_by_name
 from tests.engines.test_fp8 import PATHS, left_stale, sampled_stale
+from tests.loop.planner.measured import planned
 from tests.tiny import write_llama
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -176,20 +179,23 @@ def test_the_generator_samples_with_the_latest_weights(folders):
 
 
 def kept_bytes(rank: int, world_size: int, folder: str, tmp: str) -> list[int]:
-    """Of quantised weights after a scoring pass, while the model waits on the host, and after a frozen model's pass."""
+    """Of quantised weights after scoring with a trained and a frozen model, after training, and once weights left."""
     from pathlib import Path
 
+    from megarlhf.engines.learner import Learner
     from megarlhf.engines.scorer import LogprobScorer
     from megarlhf.loop.housing import house_weights
     from megarlhf.residency.residency import Residency
     from megarlhf.residency.stages import WEIGHTS, Tenant
+    from tests.engines.test_learner import ppo_part
 
     def score(model) -> None:
         LogprobScorer(model, "logp_reference", 1.0, 4096).annotate(frozen_batch())
 
     def kept(model) -> int:
         spaces = [vars(part).get("_fp8_workspaces", {}) for part in model.chunks[0].modules()]
-        return sum(tensor.numel() for space in spaces for tensor in space.values())
+        both = [way for space in spaces for one in space.values() for way in (one._rowwise_data, one._columnwise_data)]
+        return sum(data.nbytes for data in both if data is not None)
 
     trained, frozen = (
         build(1, folder, Linears("te", RECIPES["blockwise"], is_frozen=frozen), Layout(), torch.float32, LoRA(), "none")
@@ -199,13 +205,20 @@ def kept_bytes(rank: int, world_size: int, folder: str, tmp: str) -> list[int]:
     for model in (trained, frozen):
         score(model)
         found.append(kept(model))
+    learner = Learner(trained, Optimizer(), total_updates=1, max_tokens=4096)
+    learner.accumulate([ppo_part(frozen_batch(), "vocabulary")])
+    found.append(kept(trained))
     residency = Residency({Tenant("actor", WEIGHTS): "host"}, Path(tmp))
     house_weights(residency, "actor", trained)
-    found.append(kept(trained))
-    return found
+    return [*found, kept(trained)]
 
 
-def test_what_is_kept_is_freed_with_the_weights_and_frozen_models_keep_nothing(folders, tmp_path):
+def test_what_is_kept_is_what_the_plan_says_and_leaves_with_the_weights(folders, tmp_path):
+    """A frozen model keeps nothing."""
+    from megarlhf.loop.planner.sizes import copy_bytes
+    from megarlhf.parallel.grid import Coordinates
+
     (kept,) = run_on_ranks(1, kept_bytes, folders["llama"], str(tmp_path))
-    rows = 4 * (64 * (2 * 96 + 128) + 64 * (64 + 96))
-    assert kept == [rows, 0, 0]
+    model = replace(planned(Layout(), **SIZES), layers="te", fp8=RECIPES["blockwise"])
+    scoring, training = (copy_bytes(model, Coordinates(0, 0, 0), trains=trains) for trains in (False, True))
+    assert kept == [scoring, 0, training, 0] and training == 2 * scoring > 0

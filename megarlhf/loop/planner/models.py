@@ -22,7 +22,7 @@ COUNTED_FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(Role):
-    """One model of a run, as it would be built. The copies that linears with FP8 keep are not counted."""
+    """One model of a run, as it would be built. Copies that emulated FP8 keeps are not counted."""
 
     architecture: Architecture
     """With the labels of a new head."""

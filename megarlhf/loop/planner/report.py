@@ -84,11 +84,9 @@ def _head(plan: Plan) -> str:
 
 def _layers(linears: Linears) -> str:
     """What stands in a model's line when its layers are not megatron-core's local ones."""
-    words = ", layers te" if linears.layers == "te" else ""
-    if linears.fp8.is_on:
-        words += ", " if linears.layers == "te" else ", emulated "
-        words += f"FP8 {linears.fp8.recipe} (whose copies are not counted)"
-    return words
+    if linears.layers == "te":
+        return ", layers te" + (f" in FP8 {linears.fp8.recipe}" if linears.fp8.is_on else "")
+    return ", emulated FP8 (whose copies are not counted)" if linears.fp8.is_on else ""
 
 
 def _stage_table(plan: Plan) -> str:

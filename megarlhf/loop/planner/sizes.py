@@ -15,6 +15,7 @@ from functools import cache
 
 from megarlhf.config.settings import Precision
 from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.models.architecture import stage_layers
 from megarlhf.models.families import FAMILIES
 from megarlhf.models.names import Weight, adapted, stage_weights
 from megarlhf.parallel.grid import Coordinates
@@ -149,6 +150,26 @@ def optimizer_bytes(buffer: Buffer, dp: int, dp_rank: int) -> int:
     """Adam's state of a rank's part of a buffer: two moments, and a float32 copy of weights that are not float32."""
     master = MASTER_BYTES if buffer.dtype != "float32" else 0
     return buffer.shard(dp, dp_rank) * (MOMENT_BYTES + master)
+
+
+def copy_bytes(model: PlannedModel, at: Coordinates, *, trains: bool) -> int:
+    """Of the eight-bit copies that Transformer Engine's linears keep of their weights on a rank, without their scales.
+
+    Passes that are trained on keep two of a weight: one for products over its columns, one over its rows.
+    """
+    linears = model.linears
+    if not linears.is_te_fp8 or linears.is_frozen:
+        return 0
+    first = linears.fp8.num_layers_at_start_in_bf16
+    end = model.architecture.num_layers - linears.fp8.num_layers_at_end_in_bf16
+    found = 0
+    for chunk, parameters in enumerate(rank_parameters(model, at)):
+        layers = stage_layers(model.architecture, model.layout, at.pp, chunk)
+        for one in parameters:
+            words = one.name.split(".")
+            if words[-2].startswith("linear_") and words[-1] == "weight" and first <= layers[int(words[2])] < end:
+                found += one.numel
+    return found * (2 if trains else 1)
 
 
 def rank_parameters(model: PlannedModel, at: Coordinates) -> list[list[Parameter]]:

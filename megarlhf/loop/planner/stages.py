@@ -11,7 +11,7 @@ from megarlhf.loop.planner.activations import forward_bytes, stage_activations
 from megarlhf.loop.planner.cache import cache_bytes, packed_bytes, rollout_bytes
 from megarlhf.loop.planner.gpus import GPU
 from megarlhf.loop.planner.models import PlannedModel
-from megarlhf.loop.planner.sizes import model_bytes
+from megarlhf.loop.planner.sizes import copy_bytes, model_bytes
 from megarlhf.loop.planner.workload import Workload
 from megarlhf.parallel.grid import Coordinates, Grid
 from megarlhf.residency.schedule import Sharing, all_of, homes, stages
@@ -137,18 +137,22 @@ class Ranks:
         if stage == "reshard":
             return {"buckets": self.bucket_bytes}
         if stage == "generate":
-            return {
-                "rollout": rollout_bytes(
-                    self.models["generator"], places["generator"].pp, self.work, self.dp("generator")
-                )
-            }
+            return self._generating(places)
         name = _MODEL_OF.get(stage, stage.removeprefix("learn_"))
         model, dp = self.models[name], self.dp(name)
+        copies = {"FP8 copies": copy_bytes(model, places[name], trains=stage == f"learn_{name}")}
         if stage != f"learn_{name}":
-            return {"activations": forward_bytes(model, self.work.score_load(model, dp))}
+            return {"activations": forward_bytes(model, self.work.score_load(model, dp))} | copies
         load = self.work.update_load(model, dp)
         found = stage_activations(model, places[name].pp, load, fused_norms=self.gpu.fuses_norms)
-        return {"activations": found.total - found.head, "logits": found.head}
+        return {"activations": found.total - found.head, "logits": found.head} | copies
+
+    def _generating(self, places: Mapping[str, Coordinates]) -> dict[str, int]:
+        model, at = self.models["generator"], places["generator"]
+        return {
+            "rollout": rollout_bytes(model, at.pp, self.work, self.dp("generator")),
+            "FP8 copies": copy_bytes(model, at, trains=False),
+        }
 
 
 def _alike(model: PlannedModel, at: Coordinates) -> tuple[int, ...]:
