@@ -49,7 +49,7 @@ setup(
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],
         "datasets": ["datasets"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "einops", "trl", "peft", "matplotlib"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "einops", "trl", "peft", "matplotlib", "wandb"],
     },
     entry_points={"console_scripts": ["megarlhf=megarlhf.cli:run"]},
 )

@@ -289,6 +289,11 @@ class CorpusRun:
     """Texts written to samples.jsonl per step."""
     tensorboard: bool = True
     """Write tensorboard event files."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (the package wandb): offline writes to RUN_DIR/wandb, for `wandb sync` later; online sends while
+    the run goes on, and needs `wandb login` before."""
+    wandb_project: str = "megarlhf"
+    """Project that the run is shown in there."""
 
 
 @dataclass(frozen=True)

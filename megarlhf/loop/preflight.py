@@ -8,6 +8,7 @@ from megarlhf.config.check import recipes_of
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
 from megarlhf.config.settings import Critic, Reference, Reward, Trainee
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.device.packages import can_import
 from megarlhf.device.transformer_engine import Machine, missing_for_te
 from megarlhf.errors import ConfigError
 from megarlhf.loop.disk import room_violations
@@ -32,6 +33,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     found += _tokenizer_violations(cast, models)
     found += _folder_violations(settings)
     found += room_violations(settings, cast, models)
+    found += _wandb_violations(settings)
     if isinstance(settings, OnlineRun):
         found += _disk_violations(settings)
         found += _score_violations(settings.reward, models["reward"]) if "reward" in models else []
@@ -131,6 +133,15 @@ def _folder_violations(settings: AnyRun) -> list[str]:
     if found:
         return found
     return _unwritable("run.dir", folder)
+
+
+def _wandb_violations(settings: AnyRun) -> list[str]:
+    if settings.run.wandb == "off" or can_import("wandb"):
+        return []
+    return [
+        f"run.wandb: {settings.run.wandb}, and the package wandb is not installed; pip install 'megarlhf[wandb]', or "
+        "set run.wandb to off"
+    ]
 
 
 def _unwritable(setting: str, folder: Path) -> list[str]:

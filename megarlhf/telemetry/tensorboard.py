@@ -1,14 +1,12 @@
 """Numbers as tensorboard event files. A broken log never stops training: only its first failure is told."""
 
-import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarlhf.telemetry.attempts import Attempts
 from megarlhf.telemetry.report import Number
-
-_log = logging.getLogger(__name__)
 
 
 class TensorboardSink:
@@ -19,7 +17,7 @@ class TensorboardSink:
         self._keep_steps = keep_steps
         self._folder = Path(run_dir) / "tensorboard"
         self._writer: Any = None
-        self._works = True
+        self._attempt = Attempts(f"tensorboard in {self._folder}")
         self._attempt(self._open)
 
     def step(self, step: int, numbers: Mapping[str, Number]) -> None:
@@ -52,16 +50,6 @@ class TensorboardSink:
             if value is not None:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def _attempt(self, write: Callable[[], None]) -> None:
-        """Runs `write` unless it failed before."""
-        if not self._works:
-            return
-        try:
-            write()
-        except Exception as error:  # whatever the back end raises, the run is worth more than its curves
-            self._works = False
-            _log.warning("tensorboard: cannot write %s (%s); metrics.jsonl goes on without it", self._folder, error)
 
 
 def _text(row: Mapping[str, Any]) -> str:

@@ -202,6 +202,14 @@ def test_a_violation_names_the_setting_and_the_next_move(case, models, tmp_path)
     assert any(setting in line and advice in line for line in found), found
 
 
+def test_a_package_that_is_asked_for_and_missing_is_told(models, tmp_path, monkeypatch):
+    settings = good(models, tmp_path)
+    settings = replace(settings, run=replace(settings.run, wandb="offline"))
+    monkeypatch.setattr("megarlhf.loop.preflight.can_import", lambda module: module != "wandb")
+    (told,) = preflight(settings, 1)
+    assert told.startswith("run.wandb: offline, and the package wandb is not installed; pip install 'megarlhf[wandb]'")
+
+
 def test_all_violations_come_at_once(models, tmp_path):
     broken = replace(
         good(models, tmp_path),

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import struct
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from megarlhf.telemetry.console import ConsoleSink, JsonConsoleSink
 from megarlhf.telemetry.jsonl import JsonlSink
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.tensorboard import TensorboardSink
+from megarlhf.telemetry.weights_and_biases import WandbSink, without_secrets
 
 ROWS = [{"prompt": "A film", "response": "[bold] é\nline", "score": 0.5, "finished": True}]
 
@@ -131,3 +133,75 @@ def test_training_goes_on_when_tensorboard_cannot_write(tmp_path, caplog):
         reporter.samples(2, ROWS)
     assert len(caplog.records) == 1 and "metrics.jsonl goes on without it" in caplog.text
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def wandb_records(folder):
+    """What wandb's offline file holds: after 7 bytes of header records in blocks of 32 KiB, as in LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for a record's head: the rest of the block is empty
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def test_wandb_offline_holds_numbers_texts_and_no_secret(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("MY_PASSWORD", "hunter2")
+    settings = {
+        "reward": {"functions": ["http://me:hunter2@host/score?key=hunter2"], "token_file": "/home/hunter2"},
+        "run": {"steps": 3},
+    }
+    folder = tmp_path / "nice_run"
+    with Reporter([WandbSink(folder, "offline", "mine", settings)]) as reporter:
+        reporter.step(1, {"objective/kl": 0.25, "loss/policy_avg": math.nan})
+        reporter.samples(1, ROWS)
+        reporter.step(2, {"objective/kl": 0.5})
+    found = list(wandb_records(folder))
+    (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name) == ("mine", "nice_run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["reward"] == {"functions": ["http://host/score"]} and config["run"] == {"steps": 3}
+    rows = [record.history.item for record in found if record.WhichOneof("record_type") == "history"]
+    values = [{"/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+    assert [(row["_step"], row["objective/kl"]) for row in values] == [(1, 0.25), (2, 0.5)]
+    assert "loss/policy_avg" not in values[0]
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/*.json")
+    assert ROWS[0]["response"] in json.loads(table.read_text())["data"][0]
+    assert all(b"hunter2" not in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_resumed_run_goes_on_under_its_id_in_wandb(tmp_path, monkeypatch):
+    import wandb
+
+    asked = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: asked.append(arguments))
+    for keep_steps in (0, 3, 0):
+        WandbSink(tmp_path, "online", "mine", {}, keep_steps)
+    ids = [arguments["id"] for arguments in asked]
+    assert ids[0] == ids[1] != ids[2] and asked[1]["resume"] == "allow"
+
+
+def test_training_goes_on_when_wandb_cannot_write(tmp_path, caplog):
+    (tmp_path / "wandb").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING), Reporter([WandbSink(tmp_path, "offline", "mine", {})]) as reporter:
+        for step in (1, 2):
+            reporter.step(step, {"objective/kl": 0.25})
+    assert len(caplog.records) == 1 and "metrics.jsonl goes on without it" in caplog.text
+
+
+def test_addresses_lose_their_credentials():
+    assert without_secrets({"url": "https://a:b@host:80/x?token=c", "path": "a@b", "list": ["http://u@h"]}) == {
+        "url": "https://host:80/x",
+        "path": "a@b",
+        "list": ["http://h"],
+    }
