@@ -56,7 +56,7 @@ def vocabulary() -> dict[str, Words]:
     for name in command_summaries():
         typed = name.replace("-plus-plus", "++")
         if typed in COMMANDS:
-            found[typed] = Words(_settings(COMMANDS[typed]) | dict.fromkeys(("--dry-run", "--json"), ()))
+            found[typed] = Words(_settings(COMMANDS[typed]) | dict.fromkeys(("--dry-run", "--json", "--profile"), ()))
         elif name != "completion":
             nested = TOOLS if name == "convert" else tuple(COMMANDS) if name in _OF_A_RECIPE else ()
             found[typed] = Words(_in_help([name, "--help"]), nested)

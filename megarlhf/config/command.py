@@ -63,12 +63,13 @@ def no_recipe(command: str) -> str:
 
 def how_to_call(command: str) -> str:
     """What a training command's help opens with, before its settings."""
-    return f"""megarlhf {command} FILE.yaml [--dotted.flags] [--dry-run] [--json]
+    return f"""megarlhf {command} FILE.yaml [--dotted.flags] [--dry-run] [--json] [--profile]
 torchrun --nproc-per-node N -m megarlhf {command} FILE.yaml ...    (several ranks)
 
 FILE.yaml holds the settings listed below in sections; flags override single ones: `--run.seed 1` is `run: {{seed: 1}}`.
 Needed: {_needed(command)}. All else has a default.
-`--dry-run` prints what the run would take and starts nothing; `--json` prints each step's metrics as a JSON line.
+`--dry-run` prints what the run would take and starts nothing; `--json` prints each step's metrics as a JSON line;
+`--profile` writes a trace of the second step.
 """
 
 

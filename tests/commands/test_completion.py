@@ -44,7 +44,7 @@ def test_every_setting_of_a_training_command_is_offered(script):
     for name, cls in COMMANDS.items():
         flags, settings = set(completed(script, name, "my.yaml", "--")), list(dotted_names(cls))
         leaves = {one for one in settings if not any(other.startswith(f"{one}.") for other in settings)}
-        assert {f"--{leaf}" for leaf in leaves} | {"--dry-run", "--json"} == flags
+        assert {f"--{leaf}" for leaf in leaves} | {"--dry-run", "--json", "--profile"} == flags
 
 
 @pytest.mark.parametrize(

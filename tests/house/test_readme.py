@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.cli import command_summaries, main
+from megarlhf.commands.completion import Words, vocabulary
 from megarlhf.config.check import violations
 from megarlhf.config.load import load_command
 from megarlhf.config.runs import COMMANDS
@@ -53,6 +54,20 @@ def test_every_training_command_fits_its_ranks(words, monkeypatch):
     assert violations(settings, ranks) == []
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, Words]:
+    return vocabulary()
+
+
+@pytest.mark.parametrize("words", [words for words in commands() if words not in TRAINING], ids=" ".join)
+def test_every_other_command_takes_its_flags(words, known):
+    name, *rest = after_megarlhf(words)
+    parts = [name, *(rest[:1] if name == "convert" else [])]
+    flags = {flag for key in (" ".join(parts), *rest[:1]) if key in known for flag in known[key].flags}
+    used = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    assert used <= flags, f"{' '.join(parts)} does not take {used - flags}"
+
+
 @pytest.mark.parametrize("words", [words for words in commands() if "show" in words], ids=" ".join)
 def test_every_show_command_runs(words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -80,7 +95,7 @@ def test_make_targets_exist(target):
 
 
 def test_every_guide_is_reached_from_the_readme():
-    links = set(re.findall(r"\]\((docs/[^)#]+)\)", (ROOT / "README.md").read_text()))
+    links = set(re.findall(r"\]\((docs/[^)#]+\.md)\)", (ROOT / "README.md").read_text()))
     assert links == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
