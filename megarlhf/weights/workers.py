@@ -60,9 +60,7 @@ def _write_in_processes(units: Sequence[Unit], tensors: Tensors, folder: Path, c
             connection.close()
 
 
-def _hand_out(
-    units: Sequence[Unit], tensors: Tensors, processes: dict[Connection, BaseProcess], done: Done
-) -> None:
+def _hand_out(units: Sequence[Unit], tensors: Tensors, processes: dict[Connection, BaseProcess], done: Done) -> None:
     """Give every worker a unit, and another one as often as it is ready."""
     ahead = len(processes)
     busy: dict[Connection, Unit] = {}

@@ -4,16 +4,18 @@ python -m tests.benchmarks.rollout [--dtypes float32 bfloat16] [--rounds 5] [--t
 
 Prompts are beginnings of film reviews, their lengths evenly spread over --shortest to --longest tokens; responses are
 sampled at temperature 1 and end by themselves or at --new tokens. transformers may batch as it likes: all rows at once,
-left-padded; rows sorted by length in two or four batches; its continuous batching. Its fastest way (one timed round of
-each, after one that warms up) then alternates with ours for --rounds rounds. Tokens count up to the one that ends a
-response.
+left-padded; rows sorted by length in two or four batches. Its fastest way (one timed round of each, after some tokens
+to warm up) then alternates with ours for --rounds rounds. Its continuous batching is tried last, with a limit of time.
+Tokens count up to the one that ends a response.
 """
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -23,12 +25,17 @@ from tests.benchmarks.report import Row, finish
 
 TEXTS = Path("assets/imdb_demonstrations.jsonl")
 _TEXTS_A_PROMPT = 6
-Measure = Callable[[], int]
-"""Generates once; the number of tokens sampled."""
+Measure = Callable[[int], int]
+"""Generates once, at most so many tokens a row; the number of tokens sampled."""
+_WARM_UP = 8
+_PATIENCE = 3
+"""Continuous batching may take so many times the time of the fastest other way."""
+_BLOCK = 16
+"""Tokens in a page of its cache."""
 
 
 def main() -> None:
-    """One row a dtype, and one for each way of transformers that was not the fastest."""
+    """One row a dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="assets/SmolLM2-135M-Instruct")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -39,6 +46,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--continuous", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device.prepare()
@@ -66,18 +74,12 @@ def read_prompts(options: argparse.Namespace) -> list[tuple[int, ...]]:
 
 def compared(options: argparse.Namespace, prompts: Sequence[tuple[int, ...]], dtype: str) -> list[Row]:
     """The ratio of the medians, and how the other ways of transformers fared."""
-    ours = _ours(options, prompts, dtype)
-    ways, speeds = _transformers(options, prompts, dtype), {}
-    ours()
-    for name, measure in ways.items():
-        try:
-            measure()
-        except Exception as problem:  # a way that does not work here is not the fastest
-            print(f"transformers, {name}: {type(problem).__name__}: {problem}", flush=True)
-            continue
-        speeds[name] = speed(measure)
+    ours, ways = _ours(options, prompts, dtype), _transformers(options, prompts, dtype)
+    for measure in (ours, *ways.values()):
+        measure(_WARM_UP)
+    speeds = {name: speed(measure, options.new) for name, measure in ways.items()}
     best = max(speeds, key=speeds.get)
-    rounds = [(speed(ours), speed(ways[best])) for _ in range(options.rounds)]
+    rounds = [(speed(ours, options.new), speed(ways[best], options.new)) for _ in range(options.rounds)]
     mine, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratios = sorted(one / other for one, other in rounds)
     note = (
@@ -85,13 +87,18 @@ def compared(options: argparse.Namespace, prompts: Sequence[tuple[int, ...]], dt
         f"ratios of single rounds {ratios[0]:.2f} to {ratios[-1]:.2f}; "
         + ", ".join(f"{name} {tokens_per_s:.0f}" for name, tokens_per_s in speeds.items() if name != best)
     )
+    limit_s = _PATIENCE * len(prompts) * options.samples * options.new / theirs
+    continuous = _continuous_speed(options, prompts, dtype, limit_s) if options.continuous else None
+    if options.continuous:
+        note += ", continuous batching " + (f"{continuous:.0f}" if continuous else f"not done in {limit_s:.0f} s")
+    assert not continuous or continuous < theirs, "continuous batching is their fastest way: let it alternate"
     return [Row(f"rollout, {dtype}, {options.threads} threads", mine / theirs, "x transformers", ">= 2.0", note)]
 
 
-def speed(measure: Measure) -> float:
+def speed(measure: Measure, new: int) -> float:
     """Tokens per second of one call."""
     start = time.perf_counter()
-    return measure() / (time.perf_counter() - start)
+    return measure(new) / (time.perf_counter() - start)
 
 
 def _ours(options: argparse.Namespace, prompts: Sequence[tuple[int, ...]], dtype: str) -> Measure:
@@ -107,10 +114,9 @@ def _ours(options: argparse.Namespace, prompts: Sequence[tuple[int, ...]], dtype
     load_weights(model, options.model)
     generator = Generator(model, max_slots=len(prompts) * options.samples)
     requests = [Request(prompt, row, sample) for row, prompt in enumerate(prompts) for sample in range(options.samples)]
-    sampling = Sampling(max_new_tokens=options.new, stop_ids=stop_ids(options.model))
 
-    def measure() -> int:
-        generator.generate(requests, sampling)
+    def measure(new: int) -> int:
+        generator.generate(requests, Sampling(max_new_tokens=new, stop_ids=stop_ids(options.model)))
         return generator.report.num_tokens
 
     return measure
@@ -134,16 +140,9 @@ def _transformers(options: argparse.Namespace, prompts: Sequence[tuple[int, ...]
     def static(batches: int) -> Measure:
         size = -(-len(rows) // batches)
         parts = [by_length[at : at + size] for at in range(0, len(rows), size)] if batches > 1 else [rows]
-        return lambda: sum(_generate(model, part, stops, options.new) for part in parts)
+        return lambda new: sum(_generate(model, part, stops, new) for part in parts)
 
-    ways = {
-        "one batch": static(1),
-        "two batches by length": static(2),
-        "four batches by length": static(4),
-    }
-    if hasattr(model, "generate_batch"):
-        ways["continuous batching"] = lambda: _continuous(model, rows, stops, options.new)
-    return ways
+    return {"one batch": static(1), "two batches by length": static(2), "four batches by length": static(4)}
 
 
 def _generate(model, rows: Sequence[tuple[int, ...]], stops: tuple[int, ...], new: int) -> int:
@@ -158,16 +157,39 @@ def _generate(model, rows: Sequence[tuple[int, ...]], stops: tuple[int, ...], ne
     return int((is_stop.cumsum(1) - is_stop == 0).sum())
 
 
-def _continuous(model, rows: Sequence[tuple[int, ...]], stops: tuple[int, ...], new: int) -> int:
-    from transformers import GenerationConfig
+def _continuous_speed(options, prompts: Sequence[tuple[int, ...]], dtype: str, limit_s: float) -> float | None:
+    """Tokens per second of transformers' continuous batching, which has no way to stop: in a process of its own.
 
+    None if it is not done in `limit_s` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_continuous_process, args=(options, prompts, dtype, theirs))
+    process.start()
+    assert ours.recv() == "ready"
+    found = ours.recv() if ours.poll(limit_s) else None
+    process.kill()
+    process.join()
+    return found
+
+
+def _continuous_process(options, prompts: Sequence[tuple[int, ...]], dtype: str, connection: Connection) -> None:
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    torch.set_num_threads(options.threads)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype)).eval()
+    stops, rows = stop_ids(options.model), [list(prompt) for prompt in prompts for _ in range(options.samples)]
     config = GenerationConfig(
-        max_new_tokens=new, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=list(stops),
-        pad_token_id=stops[0],
-    )  # fmt: skip
-    answers = model.generate_batch([list(row) for row in rows], generation_config=config, progress_bar=False)
+        max_new_tokens=options.new, do_sample=True, top_k=0, eos_token_id=list(stops), pad_token_id=stops[0]
+    )
+    # by default its cache takes most of the memory, and attention reads all of it
+    blocks = len(rows) * -(-(options.longest + options.new) // _BLOCK)
+    sizes = ContinuousBatchingConfig(page_size=_BLOCK, num_blocks=blocks, max_batch_tokens=16 * _BLOCK)
+    connection.send("ready")
+    start = time.perf_counter()
+    answers = model.generate_batch(rows, generation_config=config, continuous_batching_config=sizes, progress_bar=False)
     assert len(answers) == len(rows), f"{len(answers)} of {len(rows)} rows answered"
-    return sum(len(answer.generated_tokens) for answer in answers.values())
+    connection.send(sum(len(one.generated_tokens) for one in answers.values()) / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

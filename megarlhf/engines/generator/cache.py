@@ -24,12 +24,13 @@ class Cache:
         """Memory held."""
         return self.blocks.numel() * self.blocks.element_size()
 
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Writes a token of each active slot: key and value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
-        rows = torch.arange(len(lengths), device=lengths.device)
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Writes a token of each of `slots` [A]: key, value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
         keys, values = self.blocks[layer]
-        keys[rows, :, lengths] = key
-        values[rows, :, lengths] = value
+        keys[slots, :, lengths] = key
+        values[slots, :, lengths] = value
 
     def read(self, layer: int, num_active: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values [A, kv_groups/tp, length, head_dim] of the active slots."""

@@ -70,10 +70,12 @@ def decode(
 
     `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
     """
-    masks = {step.scoring.window: _mask(lengths, longest, step.scoring.window, cache.blocks.dtype) for step in steps}
+    windows = {step.scoring.window for step in steps}
+    masks = {window: _mask(lengths, longest, window, cache.blocks.dtype) for window in windows}
+    rows = torch.arange(len(tokens), device=tokens.device)
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cache.append(layer, key, value, lengths)
+        cache.append(layer, key, value, rows, lengths)
         keys, values = cache.read(layer, len(tokens), longest)
         # the heads that share a group become its query positions: no repeated keys
         grouped, scoring = query.unflatten(1, (keys.shape[1], -1)), steps[layer].scoring
@@ -122,7 +124,7 @@ def _run_layers(
     So no scale that tokens share depends on them.
     """
     num_tokens = len(hidden)
-    turns = list(zip(angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), strict=True))
+    turns = [(each.cos().to(hidden.dtype), _signed(each.sin().to(hidden.dtype))) for each in angles]
     hidden = _padded(hidden, multiple)
     for index, step in enumerate(steps):
         with step.precision():
@@ -140,12 +142,18 @@ def _padded(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])]) if missing else tokens
 
 
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """Sines [N, 1, R] as they multiply the exchanged halves: the first half's are negative."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R numbers of heads [N, heads, D] by their tokens' angles [N, 1, R].
+    """Rotates the first R numbers of heads [N, heads, D] by their tokens' angles [N, 1, R]; `sin` as from `_signed`.
 
     RoFormer, equation 34, in halves, not pairs.
     """
     turned, kept = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    turned = (turned * cos).add_(torch.cat([second, first], -1).mul_(sin))
     return torch.cat([turned, kept], -1) if kept.shape[-1] else turned

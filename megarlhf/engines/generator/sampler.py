@@ -12,10 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarlhf.engines.generator.noise import gumbel
+from megarlhf.engines.generator.noise import block_rows, exponential, gumbel
 from megarlhf.engines.generator.requests import Sampling
 
 NEAR = 1e-3
+_COLUMNS = 256
+"""In a block of `_two_best`."""
+_NOTHING = -1e30
+"""Score of what cannot be chosen, where -inf would not do."""
 _FIRST_CANDIDATES = 1024
 """Tokens looked at for top_p before the whole vocabulary is sorted."""
 
@@ -78,28 +82,58 @@ def choose(
     in its response.
     """
     shard.mask_padding(logits)
-    if not sampling.is_greedy:
+    if not sampling.is_greedy and sampling.temperature != 1:
         logits /= sampling.temperature
     allowed = logits
     if sampling.min_new_tokens and sampling.stop_ids:
         allowed = shard.mask_ids(logits, positions < sampling.min_new_tokens, sampling.stop_ids)
-    normaliser = logits.logsumexp(-1)
     if sampling.is_restricted:
-        return _choose_restricted(allowed, normaliser, keys, positions, sampling, shard)
-    return _choose_plain(allowed, normaliser, keys, positions, sampling, shard)
+        return _choose_restricted(allowed, logits.logsumexp(-1), keys, positions, sampling, shard)
+    if sampling.is_greedy:
+        best, columns = _two_best(allowed)
+        return _decide(allowed, logits.logsumexp(-1), best, columns, shard)
+    return _choose_plain(logits, allowed, keys, positions, shard)
 
 
-def _choose_plain(allowed, normaliser, keys, positions, sampling: Sampling, shard: Shard) -> Choice:
-    scores = allowed
-    if not sampling.is_greedy:
-        ids = torch.arange(shard.start, shard.start + shard.width, device=allowed.device)
-        scores = gumbel(keys, positions, ids).add_(allowed)
-    best, columns = scores.topk(2, dim=-1)
+def _choose_plain(
+    logits: torch.Tensor, allowed: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, shard: Shard
+) -> Choice:
+    """The greatest p / E, E exponential noise: log p plus Gumbel noise in fewer passes over the vocabulary."""
+    if shard.start >= shard.vocab_size:
+        allowed = logits.fill_(_NOTHING)  # a softmax of nothing but -inf is not a number
+    ids = torch.arange(shard.start, shard.start + shard.width, device=logits.device)
+    rows = block_rows(shard.width) if logits.device.type == "cpu" else len(logits)
+    parts = [_race(*some, ids) for some in zip(*(x.split(rows) for x in (allowed, keys, positions)), strict=True)]
+    total, best, columns = map(torch.cat, zip(*parts, strict=True))
+    return _decide(allowed, total if allowed is logits else logits.logsumexp(-1), best, columns, shard)
+
+
+def _race(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor):
+    """logsumexp [B], the two best perturbed scores [B, 2] and their columns [B, 2] of a block of rows."""
+    probs = logits.softmax(-1)
+    total = logits.amax(-1) - probs.amax(-1).log()
+    best, columns = _two_best(probs.div_(exponential(keys, positions, ids)))
+    return total, best.log() + total[:, None], columns
+
+
+def _two_best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two best scores [B, 2] of [B, W] and their columns; by blocks, as sorting whole rows takes long on a CPU."""
+    if scores.shape[1] % _COLUMNS or scores.shape[1] <= 2 * _COLUMNS:
+        best = scores.topk(2, dim=-1)
+        return best.values, best.indices
+    blocks = scores.unflatten(1, (-1, _COLUMNS))
+    chosen = blocks.amax(-1).topk(2, dim=-1).indices
+    best = blocks.gather(1, chosen[..., None].expand(-1, -1, _COLUMNS)).flatten(1).topk(2, dim=-1)
+    return best.values, chosen.gather(1, best.indices // _COLUMNS) * _COLUMNS + best.indices % _COLUMNS
+
+
+def _decide(allowed: torch.Tensor, normaliser, best, columns, shard: Shard) -> Choice:
+    """The best of all ranks' two best scores [B, 2] at `columns` [B, 2]. Collective over the tensor-parallel group."""
     value = allowed.gather(1, columns[:, :1])[:, 0]
     mine = torch.stack([normaliser, best[:, 0], best[:, 1], value], 0).double()
     everyone = shard.gather(torch.cat([mine, (columns[:, 0] + shard.start)[None].double()]))  # [tp, 5, B]
     owner = everyone[:, 1].argmax(0)
-    normaliser, first, _, value, token = everyone.gather(0, owner.expand(1, 5, -1))[0]
+    _, first, _, value, token = everyone.gather(0, owner.expand(1, 5, -1))[0]
     normaliser = everyone[:, 0].logsumexp(0)
     second = everyone[:, 1:3].flatten(0, 1).topk(2, dim=0).values[1]
     return Choice(token.long(), (value - normaliser).float(), first - second < NEAR)

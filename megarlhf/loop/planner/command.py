@@ -14,6 +14,7 @@ from megarlhf.errors import ConfigError
 from megarlhf.loop.planner import report
 from megarlhf.loop.planner.gpus import GPUS, gpu_named
 from megarlhf.loop.planner.plan import RESERVE_GIB, Plan, Question, make_plan
+from megarlhf.loop.planner.scale import as_dicts, scale, scale_text
 from megarlhf.loop.planner.search import search, search_text
 from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED
 
@@ -22,6 +23,7 @@ FLAGS = {
     "--gpu": f"kind of GPU, one of {', '.join(GPUS)} (default h100)",
     "--memory-gib": "memory of a rank (default: the GPU's)",
     "--reserve-gib": f"what is kept free of it (default {RESERVE_GIB:g}; 0 for cpu)",
+    "--scale": "numbers of ranks, as 8,64,512: the times of a step on each, whose recipe is for --ranks",
     "--architectures": "folder of NAME.json files for models that are not here (default: the nearest architectures/)",
 }
 SWITCHES = {
@@ -49,6 +51,15 @@ class Options:
         if not least <= value < float("inf"):
             raise ConfigError(f"{flag} {text}: give a number of at least {least:g}")
         return value
+
+    def numbers(self, flag: str) -> list[int]:
+        """A flag's whole numbers. Raises ConfigError."""
+        parts = self.values[flag].split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise ConfigError(
+                f"{flag} {self.values[flag]}: give whole numbers of ranks with commas between, as 8,64,512"
+            )
+        return [int(part) for part in parts]
 
 
 def take_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -105,6 +116,10 @@ def dry_run(command: str, words: Sequence[str], options: Options, world_size: in
         found = search(question)
         print(json.dumps(found.as_dict(), indent=1) if "--json" in options.switches else search_text(found))
         return DONE if found.choices else FAILED
+    if "--scale" in options.values:
+        points = scale(question, options.numbers("--scale"))
+        print(json.dumps(as_dicts(points), indent=1) if "--json" in options.switches else scale_text(points))
+        return DONE if any(point.parts for point in points) else FAILED
     plan = make_plan(question)
     print(_shown(plan, options))
     if plan.violations:

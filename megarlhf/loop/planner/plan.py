@@ -14,7 +14,17 @@ from megarlhf.loop.planner.models import Cast, cast_of, uncounted
 from megarlhf.loop.planner.reshard import ReshardSummary, reshard_summary
 from megarlhf.loop.planner.sizes import MASTER_BYTES, MOMENT_BYTES, ModelBytes, model_bytes
 from megarlhf.loop.planner.stages import Ranks, StageBytes
-from megarlhf.loop.planner.step_time import NO_TIME, Machine, Seconds, estimate, generate_s, learn_s, reshard_s, score_s
+from megarlhf.loop.planner.step_time import (
+    NO_TIME,
+    Machine,
+    Parts,
+    Seconds,
+    estimate,
+    generate_s,
+    learn_s,
+    reshard_s,
+    score_s,
+)
 from megarlhf.loop.planner.workload import Workload, workload_of
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.weights.boxes import num_elements, whole
@@ -137,7 +147,7 @@ def stage_seconds(ranks: Ranks, stages: list[str], reshard: ReshardSummary | Non
     """The time of each stage of a step, without what moves between device and host."""
     found = {}
     for stage in stages:
-        found[stage] = estimate(partial(_stage_s, ranks, stage, reshard))
+        found[stage] = estimate(partial(stage_s, ranks, stage, reshard))
     return found
 
 
@@ -146,10 +156,11 @@ def total_seconds(seconds: Mapping[str, Seconds]) -> Seconds:
     return sum(seconds.values(), NO_TIME)
 
 
-def _stage_s(ranks: Ranks, stage: str, reshard: ReshardSummary | None, efficiency: Efficiency) -> float:
+def stage_s(ranks: Ranks, stage: str, reshard: ReshardSummary | None, efficiency: Efficiency) -> Parts:
+    """The time of one stage by what it goes to."""
     machine = Machine(ranks.gpu, efficiency, ranks.world_size)
     if stage == "reshard":
-        return reshard_s(reshard, machine) if reshard else 0.0
+        return reshard_s(reshard, machine) if reshard else Parts()
     if stage == "generate":
         model = ranks.models.get("generator", ranks.models["actor"])
         size, dp = _largest(ranks, model.name), ranks.dp(model.name)

@@ -3,13 +3,15 @@
 For each stage the time of the slowest rank: multiplications at a share of the peak, plus what tensor ranks say to each
 other (it is not overlapped), plus the pipeline's bubble. A decoding step reads the weights and the cache once, so it is
 bound by memory; its kernels are launched one by one, which is counted for small models. Every sequence is at its
-longest, and all finish together. Left out: tokenizing, reward functions and servers, saving, the host's own work.
+longest, and all finish together. Results of rows are brought to every rank, whose host goes through all of them. Left
+out: tokenizing, reward functions and servers, saving, the rest of the host's work.
 
 Multiplications of a token: 2 per weight forward, 4 backward, and again 2 for what is recomputed; attention 4 * S/2 per
 query column forward, for rows of S tokens.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
 
 from megarlhf.config.layout import Layout
 from megarlhf.loop.planner.activations import Load
@@ -23,6 +25,10 @@ from megarlhf.weights.transfers import ITEM_BYTES
 
 KERNELS_PER_LAYER, KERNELS_PER_CHOICE = 30, 40
 """Launched by a decoding step for a layer, and to choose a token; counted in engines/generator."""
+ROW_BYTES = 12
+"""Of a sampled token (its id and the sampler's log-prob), brought to every rank; of a score 4."""
+HOST_TOKEN_S = 0.55e-6
+"""Of a sampled token on the host of every rank: lists, records and checks of all rows; measured on one CPU core."""
 LATENCY_S = {"node": 15e-6, "network": 30e-6}
 """Of a collective over few bytes."""
 
@@ -43,6 +49,37 @@ class Seconds:
 
 
 NO_TIME = Seconds(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a stage by what they go to."""
+
+    compute: float = 0.0
+    """The models' own work: multiplications, reading weights and cache, the optimizer."""
+    tensor: float = 0.0
+    """Sums over tensor ranks."""
+    pipeline: float = 0.0
+    """Waiting for other stages, and what stages send each other."""
+    data: float = 0.0
+    """Gradients and weights among the copies of a model."""
+    moving: float = 0.0
+    """Weights from the training to the generation layout."""
+    rows: float = 0.0
+    """Bringing the results of all rows to every rank, and going through them there."""
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(astuple(self))
+
+    @property
+    def overhead(self) -> float:
+        """The share of the time that is not the models' own work."""
+        return 1 - self.compute / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
@@ -75,69 +112,93 @@ class Machine:
         latency = LATENCY_S["network" if is_far else "node"]
         return latency + self.send_s(2 * num_bytes * (ranks - 1) / ranks, is_far)
 
+    def spread_s(self, num_bytes: float, ranks: int, is_far: bool) -> float:
+        """Seconds until each of `ranks` has all of `num_bytes`, of which each had its share, by a ring."""
+        if ranks == 1:
+            return 0.0
+        latency = LATENCY_S["network" if is_far else "node"]
+        return (ranks - 1) * latency + self.send_s(num_bytes * (ranks - 1) / ranks, is_far)
 
-def estimate(machine_s) -> Seconds:
-    """`machine_s(efficiency)` under the three efficiencies."""
-    return Seconds(*(machine_s(efficiency) for efficiency in (LIKELY, BEST, WORST)))
+
+def estimate(parts_of: Callable[[Efficiency], Parts]) -> Seconds:
+    """`parts_of(efficiency)` under the three efficiencies."""
+    return Seconds(*(parts_of(efficiency).total for efficiency in (LIKELY, BEST, WORST)))
 
 
-def learn_s(model: PlannedModel, size: ModelBytes, work: Workload, machine: Machine) -> float:
+def learn_s(model: PlannedModel, size: ModelBytes, work: Workload, machine: Machine) -> Parts:
     """All updates of a step on one model."""
     layout = model.layout
     dp = layout.dp(machine.world_size)
     load = work.update_load(model, dp)
     again = {"none": 0.0, "selective": _feed_forward_share(model), "full": 1.0}[model.recompute]
     flops = _flops(model, work.length) * (3 + again)
-    per_batch = machine.multiply_s(flops * load.tokens / (layout.tp * layout.pp), model.dtype)
-    per_batch += (2 + 1 + again) / 2 * _tensor_s(model, load, machine)
+    multiplying = machine.multiply_s(flops * load.tokens / (layout.tp * layout.pp), model.dtype)
+    talking = (2 + 1 + again) / 2 * _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
-    passes = (load.micro_batches + bubble) * per_batch + 2 * bubble * _boundary_s(model, load, machine)
     trained = size.gradients  # float32, padded: 4 bytes an element
     is_far = layout.tp * dp > machine.gpu.gpus_per_node
-    exchange = machine.send_s((trained + trained / 4 * ITEM_BYTES[model.dtype]) * (dp - 1) / dp, is_far)
-    step = machine.read_s(2 * trained + 2 * size.optimizer)
-    return work.updates * (passes + exchange + step)
+    return Parts(
+        compute=work.updates * (load.micro_batches * multiplying + machine.read_s(2 * trained + 2 * size.optimizer)),
+        tensor=work.updates * load.micro_batches * talking,
+        pipeline=work.updates * bubble * (multiplying + talking + 2 * _boundary_s(model, load, machine)),
+        data=work.updates * machine.spread_s(trained + trained / 4 * ITEM_BYTES[model.dtype], dp, is_far),
+    )
 
 
-def score_s(model: PlannedModel, work: Workload, machine: Machine) -> float:
+def score_s(model: PlannedModel, work: Workload, machine: Machine) -> Parts:
     """One pass over the step's rows without gradients."""
     layout = model.layout
-    load = work.score_load(model, layout.dp(machine.world_size))
-    per_batch = machine.multiply_s(
-        _flops(model, work.length) * load.tokens / (layout.tp * layout.pp), model.dtype
-    ) + _tensor_s(model, load, machine)
+    dp = layout.dp(machine.world_size)
+    load = work.score_load(model, dp)
+    flops = _flops(model, work.length) * load.tokens / (layout.tp * layout.pp)
+    multiplying, talking = machine.multiply_s(flops, model.dtype), _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
-    return (load.micro_batches + bubble) * per_batch + bubble * _boundary_s(model, load, machine)
+    return Parts(
+        compute=load.micro_batches * multiplying,
+        tensor=load.micro_batches * talking,
+        pipeline=bubble * (multiplying + talking + _boundary_s(model, load, machine)),
+        rows=_rows_s(4.0, 0.0, work, dp, layout.tp, machine),
+    )
 
 
-def generate_s(model: PlannedModel, size: ModelBytes, cache_bytes: int, work: Workload, machine: Machine) -> float:
+def generate_s(model: PlannedModel, size: ModelBytes, cache_bytes: int, work: Workload, machine: Machine) -> Parts:
     """All of a step's responses, each at its longest. `size` and `cache_bytes` are of the largest stage."""
     layout, architecture = model.layout, model.architecture
     dp = layout.dp(machine.world_size)
     slots, prompts = work.slots(dp), -(-work.num_prompts // dp)
-    rounds = -(-work.rows // dp) / slots
+    tokens = -(-work.rows // dp) / slots * work.response
     prefill = Load(min(4096, max(work.prompt, 1) * prompts), slots)
     num_prefills = max(1.0, prompts * work.prompt / prefill.tokens)
     flops = _flops(model, work.prompt) * prefill.tokens / layout.tp  # stages take turns
-    prefill_s = num_prefills * (machine.multiply_s(flops, model.dtype) + layout.pp * _tensor_s(model, prefill, machine))
     mean_cache = cache_bytes * (work.prompt + work.response / 2) / work.length
     # With several stages, each reads its weights while the others wait.
     reading = layout.pp * machine.read_s(size.weights + mean_cache)
     multiplying = machine.multiply_s(_flops(model, work.length) * slots / layout.tp, model.dtype)
     launching = machine.gpu.launch_s * (KERNELS_PER_LAYER * architecture.num_layers + KERNELS_PER_CHOICE)
-    talking = layout.pp * _tensor_s(model, Load(slots, slots), machine)
     choosing = machine.read_s(16 * slots * padded_vocab(architecture, layout) / layout.tp)
-    token_s = max(reading, multiplying, launching) + talking + choosing
-    return prefill_s + rounds * work.response * token_s
+    talking = layout.pp * _tensor_s(model, Load(slots, slots), machine)
+    return Parts(
+        compute=num_prefills * machine.multiply_s(flops, model.dtype)
+        + tokens * (max(reading, multiplying, launching) + choosing),
+        tensor=num_prefills * layout.pp * _tensor_s(model, prefill, machine) + tokens * talking,
+        rows=_rows_s(ROW_BYTES, HOST_TOKEN_S, work, dp, layout.tp, machine),
+    )
 
 
-def reshard_s(found: ReshardSummary, machine: Machine) -> float:
+def reshard_s(found: ReshardSummary, machine: Machine) -> Parts:
     """Nodes and network at once, the slower of both; and packing, twice."""
     moving = max(
         machine.send_s(found.busiest("node"), is_far=False), machine.send_s(found.busiest("network"), is_far=True)
     )
     packing = machine.read_s(4 * max(map(max, (*found.sent.values(), *found.received.values(), found.copied_bytes))))
-    return moving + packing + found.num_buckets * LATENCY_S["network"]
+    return Parts(moving=moving + packing + found.num_buckets * LATENCY_S["network"])
+
+
+def _rows_s(token_bytes: float, token_s: float, work: Workload, dp: int, tp: int, machine: Machine) -> float:
+    """Every rank receives all rows of the step, however many ranks share the work; the host's part is `token_s`."""
+    num_tokens = work.rows * work.response
+    is_far = tp * dp > machine.gpu.gpus_per_node
+    return machine.spread_s(num_tokens * token_bytes, dp, is_far) + num_tokens * token_s
 
 
 def _flops(model: PlannedModel, length: int) -> float:
