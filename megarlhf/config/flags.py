@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import tyro
-from tyro.constructors import PrimitiveConstructorSpec
-
 from megarlhf.config.fields import Setting, settings_of
 
 
@@ -25,6 +22,8 @@ def parse_flags(settings: Any, argv: Sequence[str], prog: str) -> tuple[dict, li
     """What the flags set, as nested dicts of FlagText, and words that are no flag of ours. Help shows `settings`."""
     if not argv:
         return {}, []
+    import tyro  # here, so that runs without flags do without it
+
     mirror = _mirror(type(settings), settings)
     filled, unknown = tyro.cli(
         mirror, prog=prog, args=list(argv), return_unknown_args=True, use_underscores=True,
@@ -48,6 +47,9 @@ def _mirror(cls: type, settings: Any) -> type:
 
 
 def _text_of(setting: Setting, value: Any) -> Any:
+    from tyro.conf import arg
+    from tyro.constructors import PrimitiveConstructorSpec
+
     spec = PrimitiveConstructorSpec(
         nargs="*",
         metavar=_metavar(setting.kind),
@@ -56,7 +58,7 @@ def _text_of(setting: Setting, value: Any) -> Any:
         str_from_instance=lambda instance: list(instance.words or ()),
     )
     hint = f"(now: {_shown(value)})"
-    return Annotated[FlagText, spec, tyro.conf.arg(name=setting.name, help=setting.help, help_behavior_hint=hint)]
+    return Annotated[FlagText, spec, arg(name=setting.name, help=setting.help, help_behavior_hint=hint)]
 
 
 def _shown(value: Any) -> str:
