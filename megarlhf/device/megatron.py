@@ -20,6 +20,7 @@ _WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",  # both: their optimizer looks at every parameter's .grad
     "`torch.distributed.reduce_scatter_tensor` is deprecated",  # both: their collectives under torch 2.13
     "`torch.distributed.all_gather_into_tensor` is deprecated",  # likewise
+    "mxfp8 without using reuse_grad_buf_for_mxfp8_param_ag",  # both: it takes weights to be eight-bit ones
     "MimoModelConfig is experimental",  # 0.19.2: imported whether used or not
 )
 _LOGGED = {

@@ -19,6 +19,7 @@ from tests.engines.layouts import assemble, frozen_batch, tensors_by_name
 from tests.engines.test_fp8 import PATHS, left_stale, sampled_stale
 from tests.loop.planner.measured import planned
 from tests.tiny import write_llama
+from tests.transformer_engine_cpu.stand_in import BLACKWELL, HOPPER, pretend
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 """On a rank of two, every dimension of a product is a multiple of 16."""
@@ -104,6 +105,42 @@ def same(found, expected, *, rtol: float = 1e-3, atol: float = 1e-6) -> None:
 def test_a_model_scores_samples_and_learns_as_the_emulation_says(family, recipe, folders):
     linears = Linears("te", RECIPES[recipe])
     same(*(run_on_ranks(1, everything, folders[family], one) for one in (linears, emulated(linears))))
+
+
+def test_delayed_scaling_does_too(folders):
+    delayed = FP8("delayed", "hybrid", amax_history=4)
+    same(*(run_on_ranks(1, everything, folders["llama"], Linears(kind, delayed)) for kind in ("te", "emulated_fp8")))
+
+
+def everything_on_blackwell(rank: int, world_size: int, *arguments):
+    pretend(BLACKWELL)
+    try:
+        return everything(rank, world_size, *arguments)
+    finally:
+        pretend(HOPPER)
+
+
+def test_mxfp8_does_too_on_blackwell(folders):
+    mxfp8 = FP8("mxfp8")
+    found = [
+        run_on_ranks(1, everything_on_blackwell, folders["llama"], Linears(kind, mxfp8))
+        for kind in ("te", "emulated_fp8")
+    ]
+    same(*found)
+
+
+def strangers(rank: int, world_size: int, folder: str) -> list[str]:
+    """Modules and optimizers of Transformer Engine in a local model's learner."""
+    from megarlhf.engines.learner import Learner
+
+    model = build(1, folder, Linears(), Layout(), torch.float32, LoRA(), "none")
+    learner = Learner(model, Optimizer(), total_updates=1, max_tokens=4096)
+    parts = [*model.chunks[0].modules(), *(part.optimizer for part in learner.optimizer.chained_optimizers)]
+    return [type(part).__name__ for part in parts if "transformer_engine" in type(part).__module__]
+
+
+def test_a_local_model_has_nothing_of_transformer_engine_where_it_is_installed(folders):
+    assert run_on_ranks(1, strangers, folders["gemma3_text"]) == [[]]
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], ids=["tp2", "tp2+sp", "pp2"])
