@@ -11,14 +11,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarlhf import device
 from megarlhf.algorithms.schedule import learning_rate
 from megarlhf.config.settings import Optimizer
 from megarlhf.engines.gradient_norm import gradient_norm
+from megarlhf.engines.gradients import Gradients, clip_gradients
 from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.engines.routing import routing_metrics
 from megarlhf.errors import TrainingError
@@ -105,7 +105,7 @@ class Learner:
         """Raises when weights, gradients or optimizer are not on the device; set by whoever moves them."""
         self._losses: list[tuple[torch.Tensor, list[int]]] = []
         """(loss, rows of the data) of each micro-batch of the last update on this rank."""
-        self._chunks = [_with_gradients(model, chunk) for chunk in model.chunks]
+        self._chunks = [Gradients(model, chunk) for chunk in model.chunks]
         self._optimizer = _build_optimizer(model, self._chunks, settings)
         model.config.finalize_model_grads_func = _sum_gradients
 
@@ -226,7 +226,7 @@ class Learner:
                 group["lr"] = self.learning_rate
             parameters = part.get_parameters()
             if self.settings.clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
+                clip_gradients(parameters, self.settings.clip_grad, norm)
         optimizer.step_with_ready_grads()
         self.num_updates += 1
         return norm, True
@@ -242,12 +242,7 @@ def _predict(model: Model, objective: Objective, hidden: torch.Tensor, packed: P
     return Prediction(logp, entropy)
 
 
-def _with_gradients(model: Model, chunk: torch.nn.Module) -> DistributedDataParallel:
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(model.config, settings, chunk, pg_collection=model.groups.collection)
-
-
-def _build_optimizer(model: Model, chunks: list[DistributedDataParallel], settings: Optimizer):
+def _build_optimizer(model: Model, chunks: list[Gradients], settings: Optimizer):
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.learning_rate,

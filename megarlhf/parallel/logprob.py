@@ -133,7 +133,7 @@ class _FusedLogprob(torch.autograd.Function):
         grad_logp = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp.where(valid, 0.0)
         grad_entropy = None if grad_entropy is None else grad_entropy.where(valid, 0.0)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             at = slice(start, start + ctx.chunk_tokens)
             grad_logits = _logit_gradient(
@@ -147,10 +147,11 @@ class _FusedLogprob(torch.autograd.Function):
             ).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[at] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[at]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                product = (grad_logits.t() @ hidden[at]).float()
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 

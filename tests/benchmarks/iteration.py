@@ -94,9 +94,7 @@ def trl_trainer(options: argparse.Namespace):
         return sentiment(prompts, completions, [{} for _ in prompts])
 
     rows = options.prompts * SAMPLES
-    peer = trainer(rows, options.new, reward, prompts(options), max_steps=options.steps + 1)
-    peer.remove_callback("PrinterCallback")
-    return peer
+    return trainer(rows, options.new, reward, prompts(options), max_steps=options.steps + 1)
 
 
 def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[int]], list[dict]]:

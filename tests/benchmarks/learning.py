@@ -1,6 +1,6 @@
 """One GRPO update and one PPO update, ours and TRL's way: tokens per second on the same sequences, and peak memory.
 
-    python -m tests.benchmarks.learning [--rows 16 --threads 2 --rounds 5 --json FILE]     (needs `make assets`)
+    python -m tests.benchmarks.learning [--rows 8 --threads 2 --rounds 5 --json FILE]     (needs `make assets`)
 
 Both sides train SmolLM2-135M in float32 on sequences of ragged length (prompts of 8 to 64 tokens, responses of 4 to
 64) with one AdamW step per update; tokens are those of the sequences, padding does not count. Before anything is timed,
@@ -144,7 +144,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=["grpo", "ppo"], choices=("grpo", "ppo"))
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
+from megarlhf.device import labelled
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import Scoring
 from megarlhf.models.build import Model
@@ -52,6 +53,7 @@ class Steps:
     """What the layer computes in."""
 
 
+@labelled("sample")
 def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
     """Steps of this stage's layers; with repacked weights where that is possible and pays.
 
@@ -67,6 +69,7 @@ def layer_steps(model: Model, num_new_tokens: int) -> list[Steps]:
     ]
 
 
+@labelled("sample")
 def head_map(model: Model, num_new_tokens: int) -> Map:
     """Hidden states [N, H] -> this rank's logits [N, V/tp]; on the last stage."""
     weight = model.output_weight()
