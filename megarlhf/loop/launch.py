@@ -151,7 +151,7 @@ def run_training(
     from megarlhf.loop.online import build_online
     from megarlhf.loop.reporting import reporter
     from megarlhf.loop.resuming import find_start
-    from megarlhf.loop.showcase import ending, show
+    from megarlhf.loop.showcase import ending, show, write_shown
     from megarlhf.loop.stopping import Stopping
 
     settings = filled(settings)
@@ -177,6 +177,8 @@ def run_training(
             keeper.expect_capsule(start.folder if start else None)
             train(run, first_step, keeper.after_step)
             after = show(run) if is_online else []
+            if rank == 0 and after:
+                write_shown(folder, run.num_steps, keeper.before, after)
             run.export()
             run.residency.close()
     if rank == 0 and not as_json:

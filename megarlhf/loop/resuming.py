@@ -19,6 +19,7 @@ from megarlhf.config.load import to_dict
 from megarlhf.config.runs import AnyRun, RewardModelRun, SFTRun
 from megarlhf.errors import CheckpointError, ConfigError
 from megarlhf.loop.roles import roles
+from megarlhf.telemetry.jsonl import SHOWN_NAME
 from megarlhf.telemetry.status import DONE, read_status
 from megarlhf.weights.gather import on_writer
 
@@ -136,6 +137,7 @@ def _announce(found: Path | None, folder: Path) -> None:
 def _clear(folder: Path) -> None:
     for name in (FOLDER_NAME, CAPSULES, *_EXPORTS):
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / SHOWN_NAME).unlink(missing_ok=True)
 
 
 def _require_same(settings: AnyRun, checkpoint: Checkpoint, is_own: bool) -> None:

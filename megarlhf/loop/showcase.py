@@ -1,5 +1,6 @@
 """The same few prompts before and after training, with the same sampling noise: what changed, in texts and scores."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from megarlhf.loop.run import Run, sample_rows
 from megarlhf.records.prompts import siblings
 from megarlhf.residency.accounting import Record, table
 from megarlhf.residency.stages import WEIGHTS
+from megarlhf.telemetry.jsonl import SHOWN_NAME
 
 SHOWN_STEP = -1
 """Step whose noise the shown texts are sampled with; training steps count from 0."""
@@ -25,6 +27,25 @@ def show(run: Run) -> list[dict]:
     run.residency.take()
     run.spans.drop("generate")  # resharding counts: the next step finds the weights in place
     return sample_rows(batch, batch.num_rows)
+
+
+def write_shown(folder: Path, step: int, before: list[dict], after: list[dict]) -> None:
+    """before_after.jsonl: a line per prompt, for reports. `step`: after which the second text was sampled."""
+    lines = [
+        json.dumps(
+            {
+                "step": step,
+                "prompt": old["prompt"],
+                "before": old["response"],
+                "before_score": old["score"],
+                "after": new["response"],
+                "after_score": new["score"],
+            },
+            ensure_ascii=False,
+        )
+        for old, new in zip(before, after, strict=True)
+    ]
+    (folder / SHOWN_NAME).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def ending(before: list[dict], after: list[dict], folder: Path, memory: Sequence[Record], *, is_policy: bool) -> str:

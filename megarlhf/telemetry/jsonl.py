@@ -7,6 +7,9 @@ from typing import Any, TextIO
 
 from megarlhf.telemetry.report import Number
 
+SHOWN_NAME = "before_after.jsonl"
+"""Texts of the same prompts before and after a run, written at its end."""
+
 
 class JsonlSink:
     """metrics.jsonl with one object per step, samples.jsonl with one per text, memory.jsonl with one per stage of a

@@ -40,8 +40,22 @@ def write_run(folder: Path, *, samples: list[dict] = (), **series: list[float | 
     ]
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     places = {"device_bytes": 2**30, "host_bytes": 2**29, "disk_bytes": 0, "peak_bytes": 2**31}
-    stages = [{"step": STEPS, "stage": stage, **places} for stage in ("generate", "learn_actor")]
+    moved = {"bytes_in": 2**29, "bytes_out": 0, "move_s": 0.25}
+    tenants = {
+        "generate": {"actor.optimizer": {"device": 0, "host": 3 * 2**29, "disk": 0}, "critic.weights": {"device": 0}},
+        "learn_actor": {"actor.optimizer": {"device": 2**29, "host": 2**30, "disk": 0}},
+    }
+    stages = [{"step": STEPS, "stage": stage, **places, **moved, "tenants": tenants[stage]} for stage in tenants]
     (folder / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stages))
+    shown = {
+        "step": STEPS,
+        "prompt": "Twice",
+        "before": "dull",
+        "before_score": 0.125,
+        "after": "<i>",
+        "after_score": 2,
+    }
+    (folder / "before_after.jsonl").write_text(json.dumps(shown) + "\n")
     (folder / "config.yaml").write_text(f"run: {{dir: {folder.name}}}\nactor: {{train: {{tp: {len(folder.name)}}}}}\n")
     (folder / "status.json").write_text('{"code": 0, "reason": "done"}')
     return folder
@@ -131,6 +145,9 @@ def test_the_page_holds_everything_and_escapes_what_was_sampled(tmp_path):
     html = page([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "out.html")], "report")
     for words in ("Score against KL", "Stages of a step", "Memory of the last step", "None of the signs", "actor"):
         assert words in html
+    for words in ("What is where", "actor.optimizer", "1.5G", "What is moved", ">0.125<", ">2.000<", "&lt;i&gt;"):
+        assert words in html
+    assert "critic.weights" not in html  # it has no bytes anywhere
     assert "upon &lt;b&gt;25&lt;/b&gt;" in html and "<b>25</b>" not in html
     outside = [link for link in re.findall(r'(?:src|href)="([^"]+)"', html) if not link.startswith(("#", "data:"))]
     assert outside == [] and "<script" not in html and "@import" not in html
@@ -171,3 +188,36 @@ def test_a_browser_shows_the_page_without_sideways_scrolling(width, tmp_path):
     )  # fmt: skip
     scroll, inner, charts = map(int, re.search(r"<title>(\d+),(\d+),(\d+)</title>", shown.stdout).groups())
     assert inner == width and scroll <= width and charts >= 6
+
+
+def test_a_tenants_share_of_each_place_is_drawn_to_scale(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from megarlhf.telemetry.page import residency
+
+    drawn = []
+    monkeypatch.setattr(residency, "drawn", lambda draw, height: drawn.append(draw) or "")
+    residency.residency(read_run(write_run(tmp_path / "run")))
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    drawn[0](axes)
+    bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()) for bar in axes.patches]
+    assert [(x, round(width, 6)) for x, width, _ in bars] == [
+        (-0.5, 1.0),
+        (0.5, round(1 / 3, 6)),
+        (pytest.approx(0.5 + 1 / 3), round(2 / 3, 6)),
+    ]
+    assert bars[0][2] == bars[2][2] != bars[1][2]  # host, and device before host
+
+
+def test_sizes_are_short():
+    from megarlhf.telemetry.page.residency import short
+
+    assert [short(size) for size in (0, 999, 1000, 1536, 10 * 2**20, 140e9)] == [
+        "0B",
+        "999B",
+        "1.0K",
+        "1.5K",
+        "10M",
+        "130G",
+    ]

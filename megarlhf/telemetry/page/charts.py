@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from megarlhf.telemetry.page.record import RunRecord
 
 GIB = 2**30
-_COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#3d8c8c", "#9a5b3c", "#6c757d")
+COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#3d8c8c", "#9a5b3c", "#6c757d")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def curves(runs: Sequence[RunRecord]) -> list[Chart]:
     for panel in PANELS:
         lines = [(run, name) for run in runs for name in panel.names if run.series(name)[0]]
         if lines:
-            found.append(Chart(panel.title, _drawn(partial(_curves, panel, lines, len(runs) > 1))))
+            found.append(Chart(panel.title, drawn(partial(_curves, panel, lines, len(runs) > 1))))
     return found
 
 
@@ -69,7 +69,7 @@ def _curves(panel: Panel, lines: list[tuple[RunRecord, str]], is_comparison: boo
     for index, (run, name) in enumerate(lines):
         label = f"{run.name}: {name}" if is_comparison and len(panel.names) > 1 else run.name if is_comparison else name
         steps, values = run.series(name)
-        axes.plot(steps, values, label=label, color=_COLOURS[index % len(_COLOURS)], linewidth=1.6)
+        axes.plot(steps, values, label=label, color=COLOURS[index % len(COLOURS)], linewidth=1.6)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -90,7 +90,7 @@ def reward_against_kl(run: RunRecord) -> Chart | None:
         axes.set_xlabel("KL to the reference, nats")
         axes.set_ylabel("score")
 
-    return Chart("Score against KL", _drawn(draw))
+    return Chart("Score against KL", drawn(draw))
 
 
 def stage_times(run: RunRecord) -> Chart | None:
@@ -103,14 +103,14 @@ def stage_times(run: RunRecord) -> Chart | None:
     def draw(axes: Axes) -> None:
         start = 0.0
         for index, (name, seconds) in enumerate(medians):
-            axes.barh(name, seconds, left=start, color=_COLOURS[index % len(_COLOURS)])
+            axes.barh(name, seconds, left=start, color=COLOURS[index % len(COLOURS)])
             axes.text(start + seconds, index, f" {seconds:.3g} s", va="center", fontsize=8)
             start += seconds
         axes.invert_yaxis()
         axes.set_xlim(0, 1.15 * start)
         axes.set_xlabel("seconds since the step began (median over steps)")
 
-    return Chart("Stages of a step", _drawn(draw))
+    return Chart("Stages of a step", drawn(draw))
 
 
 def memory_of_stages(run: RunRecord) -> Chart | None:
@@ -123,7 +123,7 @@ def memory_of_stages(run: RunRecord) -> Chart | None:
         names, left = [row["stage"] for row in last], [0.0] * len(last)
         for index, place in enumerate(("device", "host", "disk")):
             values = [row[f"{place}_bytes"] / GIB for row in last]
-            axes.barh(names, values, left=left, color=_COLOURS[index], label=place)
+            axes.barh(names, values, left=left, color=COLOURS[index], label=place)
             left = [one + other for one, other in zip(left, values, strict=True)]
         peaks = [row["peak_bytes"] / GIB for row in last]
         axes.scatter(peaks, range(len(last)), marker="|", s=160, color="black", label="peak")
@@ -131,7 +131,7 @@ def memory_of_stages(run: RunRecord) -> Chart | None:
         axes.set_xlabel("GiB over all ranks")
         axes.legend(frameon=False, fontsize=8)
 
-    return Chart("Memory of the last step's stages", _drawn(draw))
+    return Chart("Memory of the last step's stages", drawn(draw))
 
 
 def memory_over_steps(run: RunRecord) -> Chart | None:
@@ -140,13 +140,16 @@ def memory_over_steps(run: RunRecord) -> Chart | None:
         return None
     panel = Panel("Memory over steps", ("memory/peak_gib", "memory/moved_gib"), "GiB")
     lines = [(run, name) for name in panel.names if run.series(name)[0]]
-    return Chart(panel.title, _drawn(partial(_curves, panel, lines, False)))
+    return Chart(panel.title, drawn(partial(_curves, panel, lines, False)))
 
 
-def _drawn(draw: Callable[[Axes], None]) -> str:
-    """An SVG that scales with the page; text stays text, so that it can be searched and read aloud."""
+def drawn(draw: Callable[[Axes], None], height: float = 3.2) -> str:
+    """An SVG that scales with the page; text stays text, so that it can be searched and read aloud.
+
+    `height`: in inches, where the width is 5.4.
+    """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarlhf", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.4, height), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

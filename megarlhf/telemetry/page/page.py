@@ -16,6 +16,7 @@ from megarlhf.telemetry.page.charts import (
     stage_times,
 )
 from megarlhf.telemetry.page.record import RunRecord
+from megarlhf.telemetry.page.residency import moved, residency
 from megarlhf.telemetry.page.signs import ends, signs
 
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -25,7 +26,8 @@ NUM_TEXTS = 8
 
 def run_page(run: RunRecord) -> str:
     """The HTML of one run's report."""
-    charts = [reward_against_kl(run), *curves([run]), stage_times(run), memory_of_stages(run), memory_over_steps(run)]
+    memory = [residency(run), memory_of_stages(run), moved(run), memory_over_steps(run)]
+    charts = [reward_against_kl(run), *curves([run]), stage_times(run), *memory]
     first, last = _texts(run)
     return _TEMPLATES.get_template("run.html").render(
         run=run,
@@ -33,6 +35,7 @@ def run_page(run: RunRecord) -> str:
         figures=_figures([run]),
         signs=signs(run),
         charts=_embedded([chart for chart in charts if chart is not None]),
+        shown=run.shown,
         first=first,
         last=last,
     )

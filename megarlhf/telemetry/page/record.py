@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.errors import DataError
+from megarlhf.telemetry.jsonl import SHOWN_NAME
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class RunRecord:
     """metrics.jsonl: one dict per step, with `step`; a number that was not finite is None."""
     samples: Sequence[dict[str, Any]]
     memory: Sequence[dict[str, Any]]
+    shown: Sequence[dict[str, Any]]
+    """before_after.jsonl: the same prompts answered before and after training, with the same noise."""
     settings: str
     """config.yaml, as it is written; empty when there is none."""
     status: dict[str, Any]
@@ -54,6 +57,7 @@ def read_run(folder: str | Path) -> RunRecord:
         steps=steps,
         samples=_lines(folder / "samples.jsonl"),
         memory=_lines(folder / "memory.jsonl"),
+        shown=_lines(folder / SHOWN_NAME),
         settings=settings.read_text(encoding="utf-8") if settings.is_file() else "",
         status=json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {},
     )
