@@ -5,10 +5,8 @@ speed and reproducibility. For the shape of SmolLM2-135M, batch 8, 32 prompt and
 second in float32 / bfloat16 were: transformers 92 / 169, megatron-core's static cache 87 / 143, its dynamic engine
 74 / 112 (megatron-core 0.19.2, with CPU stand-ins for its flash-attention functions). Its forward gathers the logits of
 all tensor ranks at every step, it samples from a rank's random state instead of from keys, it differs between the two
-supported versions in every constructor, and in 0.19.2 it depends on a process-wide mode. Ours, by
-`python -m tests.benchmarks.rollout assets/SmolLM2-135M-Instruct` (1 thread, on a busy 2-core machine, so that only the
-ratio to transformers of the same run says something; tokens per second, ours / transformers): 32 equal responses
-(--new 24) 78 / 52 in float32 and 146 / 118 in bfloat16; ragged ones (--new 48 --sequences 64 --stop_every 24) 66 / 27.
+supported versions in every constructor, and in 0.19.2 it depends on a process-wide mode. How ours fares against
+transformers is measured by `python -m tests.benchmarks.rollout` and told in docs/performance.md.
 """
 
 from megarlhf.engines.generator.generator import GenerationReport, Generator
