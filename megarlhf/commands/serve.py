@@ -117,9 +117,10 @@ def build(model_folder: str, settings: ServeRun, world_size: int):
     """The `Served` model with its weights. Collective over the world."""
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.loop.serving import Served
+    from megarlhf.models.names import Head
     from megarlhf.models.score_config import ScoreRule, score_rule
 
-    head = "value" if settings.role == "reward" else "vocabulary"
+    head: Head = "value" if settings.role == "reward" else "vocabulary"
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, head)
     rule = ScoreRule()
     if settings.role == "reward":

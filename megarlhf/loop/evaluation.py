@@ -149,7 +149,7 @@ def table(models: Sequence[Answered], tie_margin: float) -> tuple[str, dict[str,
     ]
     numbers: dict[str, int | float | str] = {}
     for one, name in zip(models, ("", "other_"), strict=False):
-        numbers |= {f"{name}model": one.name} | mean_interval(one.scores.mean(1)).numbers(f"{name}score")
+        numbers |= {f"{name}model": one.name, **mean_interval(one.scores.mean(1)).numbers(f"{name}score")}
         numbers |= {f"{name}tokens": one.length, f"{name}ended": one.ended}
     numbers |= {"num_prompts": len(models[0].scores), "samples_per_prompt": models[0].samples}
     if len(models) == 2:
@@ -168,7 +168,7 @@ def table(models: Sequence[Answered], tie_margin: float) -> tuple[str, dict[str,
 def rows_of(models: Sequence[Answered], id_of: Callable[[int], object]) -> list[Mapping[str, object]]:
     """A line per prompt and sample: the prompt, and each model's answer with its score. `id_of(row)`: the prompt's
     id."""
-    found = []
+    found: list[Mapping[str, object]] = []
     for row in range(models[0].batch.num_rows):
         line: dict[str, object] = {
             "id": id_of(row),

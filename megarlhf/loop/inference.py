@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepa
     from megarlhf.data.tokenizer import Tokenizer
     from megarlhf.engines.generator import Request, Sampling
     from megarlhf.models.build import Model
+    from megarlhf.models.names import Head
     from megarlhf.records.prompts import Prompt
 
 Settings = TypeVar("Settings", bound=Answers)
@@ -179,7 +180,7 @@ def load_tokenizer(folder: str, base: str = "", stop_tokens: Sequence[str] = ())
 
 
 def load_model(
-    folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: str = "vocabulary", base: str = ""
+    folder: str, tp: int, pp: int, dtype: Precision, world_size: int, head: "Head" = "vocabulary", base: str = ""
 ) -> "Model":
     """The model with its weights, tp * pp ranks a copy. Collective over the world.
 

@@ -167,8 +167,10 @@ def run_training(
             for warning in algorithm_warnings(settings.algorithm):
                 _log.warning(warning)
         with reporter(settings, rank, as_json=as_json, keep_steps=start.step if start else 0) as report:
-            build = build_online if is_online else build_offline
-            run = build(settings, algorithm, world_size, report)
+            if isinstance(settings, OnlineRun):
+                run = build_online(settings, algorithm, world_size, report)
+            else:
+                run = build_offline(settings, algorithm, world_size, report)
             follow(run.spans.current)
             keeper = Keeper(run, stopping)
             first_step = keeper.restore(start) if start else 0

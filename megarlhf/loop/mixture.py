@@ -29,7 +29,8 @@ class PretrainingMix:
 
 def pretraining_mix(settings: Pretraining, tokenizer: Tokenizer, seed: int) -> PretrainingMix:
     """The mixture that the settings describe. Its metric is `pretraining/loss`, nats per token."""
-    examples = read_demonstrations(settings, tokenizer, "pretraining")
+    # It has every field of a Corpus that reading demonstrations asks for.
+    examples = read_demonstrations(settings, tokenizer, "pretraining")  # type: ignore[arg-type]
     order = PromptOrder(len(examples), settings.batch_size, seed, settings.shuffle)
 
     def loss(prediction, tokens, denominators):

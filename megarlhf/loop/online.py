@@ -73,13 +73,14 @@ def build_online(
     modules = MODULES | {"reward": judge.modules}
     scores = reward_scores(settings.reward, judge.scorer, tokenizer.fingerprint, reported.append)
     if prompts is not None:
-        source = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
+        rollouts = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
+        source = rollouts
     if settings.rollout.extra_rounds and prompts is not None:
         scoring = partial(residency.stage, "reward", [Tenant(model, WEIGHTS) for model in judge.modules])
-        source = DynamicRollouts(source, scores, scoring, settings.rollout.extra_rounds, reported.append)
+        source = DynamicRollouts(rollouts, scores, scoring, settings.rollout.extra_rounds, reported.append)
     else:
         scorers["reward"] = scores
-    if "critic" in learners:
+    if isinstance(settings, PPORun) and "critic" in learners:
         scorers["value"] = ValueScorer(learners["critic"].model, settings.critic.micro_batch_tokens)
     return Run(
         settings=settings,

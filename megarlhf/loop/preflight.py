@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a device, a process group or a weight is touched, in one list."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -107,8 +108,9 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
 
 def _reward_violations(settings: OnlineRun) -> list[str]:
     found: list[str] = []
-    checks = [partial(check_spec, spec) for spec in settings.reward.functions]
-    for check in [*checks, partial(read_token, "reward.token_file", settings.reward.token_file)]:
+    checks: list[Callable[[], object]] = [partial(check_spec, spec) for spec in settings.reward.functions]
+    checks.append(partial(read_token, "reward.token_file", settings.reward.token_file))
+    for check in checks:
         try:
             check()
         except ConfigError as problem:

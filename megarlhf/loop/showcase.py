@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarlhf.loop.run import Run, sample_rows
 from megarlhf.records.prompts import siblings
@@ -16,10 +17,11 @@ SHOWN_STEP = -1
 
 def show(run: Run) -> list[dict]:
     """`run.sample_texts` responses of the policy as it is now, with scores. Collective over the world."""
-    prompts = run.source.prompts[: run.settings.run.sample_texts]
+    source: Any = run.source  # of an online run: it has prompts, and samples
+    prompts = source.prompts[: run.settings.run.sample_texts]
     if not prompts:
         return []
-    sampled = run.source.sample(siblings(prompts, 1), SHOWN_STEP)
+    sampled = source.sample(siblings(prompts, 1), SHOWN_STEP)
     kept = len(run.reported)
     with run.resident("reward", WEIGHTS):
         batch = run.judge.annotate(sampled)

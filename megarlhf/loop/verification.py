@@ -104,7 +104,8 @@ def measure(trial: Trial, case: Case, expected: Measured | None) -> Measured | G
     parts = [Part(trial.batch, trial.objective)]
     learner.accumulate(parts, complete_gradients=True)
     is_reference, is_first = expected is None, dist.get_rank(world) == 0
-    main_gradients = {key: parameter.main_grad for key, parameter in model.named_parameters().items()}
+    # megatron-core hangs main_grad on a parameter
+    main_gradients = {key: one.main_grad for key, one in model.named_parameters().items()}  # type: ignore[attr-defined]
     gradients = _Sink(None if is_reference else expected.gradients)
     gradients.take(_gathered(model, main_gradients))
     update = learner.update(parts)

@@ -1,7 +1,8 @@
 """A running average of a model's weights on the host, in float32, that can be looked at through the model."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from megarlhf import device
 class Average:
     """average <- decay * average + (1 - decay) * weights, for every call of `update`. Starts at the weights."""
 
-    def __init__(self, parameters: Mapping[Hashable, torch.Tensor], decay: float):
+    def __init__(self, parameters: Mapping[Any, torch.Tensor], decay: float):
         assert 0 <= decay < 1, f"decay is {decay}; an average has a decay of at least 0 and below 1"
         self._decay = decay
         # float32, whatever the weights are: bfloat16 cannot hold steps of a thousandth.
@@ -28,18 +29,18 @@ class Average:
         """Nothing is on disk."""
 
     @property
-    def host(self) -> Mapping[Hashable, torch.Tensor]:
+    def host(self) -> Mapping[Any, torch.Tensor]:
         """The average itself, on the host."""
         return self._host
 
     @torch.no_grad()
-    def update(self, parameters: Mapping[Hashable, torch.Tensor]) -> None:
+    def update(self, parameters: Mapping[Any, torch.Tensor]) -> None:
         """Moves the average towards the weights."""
         for key, average in self._host.items():
             average.lerp_(_host_copy(parameters[key]), 1 - self._decay)
 
     @contextmanager
-    def swapped_in(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Iterator[None]:
+    def swapped_in(self, parameters: Mapping[Any, torch.nn.Parameter]) -> Iterator[None]:
         """Inside the block those of `parameters` that are averaged hold the average; afterwards they are bit for bit
         what they were.
 
@@ -59,6 +60,6 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _fill(parameters: Mapping[Hashable, torch.nn.Parameter], values: Mapping[Hashable, torch.Tensor]) -> None:
+def _fill(parameters: Mapping[Any, torch.nn.Parameter], values: Mapping[Any, torch.Tensor]) -> None:
     for key, value in values.items():
         parameters[key].copy_(value)

@@ -1,10 +1,10 @@
 """The one owner of what is where: stages are entered here, tenants are moved here, and all of it is written down."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class Residency:
         self._homes.setdefault(tenant, "device")
         self._last[tenant] = "building"
 
-    def snapshot(self, tenant: Tenant, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Snapshot:
+    def snapshot(self, tenant: Tenant, parameters: Mapping[Any, torch.nn.Parameter]) -> Snapshot:
         """A copy of `parameters` as they are now at the tenant's home, to be exchanged into them."""
         home = self._homes.setdefault(tenant, "host")
         file = self._folder / f"{tenant}.bin" if home == "disk" else None

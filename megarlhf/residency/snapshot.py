@@ -6,6 +6,7 @@ The reference needs no module of its own: it is the actor's training module hold
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Snapshot:
 
     def __init__(
         self,
-        parameters: Mapping[Hashable, torch.nn.Parameter],
+        parameters: Mapping[Any, torch.nn.Parameter],
         *,
         on_device: bool = False,
         file: Path | None = None,
@@ -30,8 +31,8 @@ class Snapshot:
         `is_checked`: what is exchanged in is compared with what was put there.
         """
         self._file = None if file is None else BytesFile(file)
-        self._kept: dict[Hashable, torch.Tensor] = {}
-        self._offsets: dict[Hashable, int] = {}
+        self._kept: dict[Any, torch.Tensor] = {}
+        self._offsets: dict[Any, int] = {}
         self._keys = parameters.keys()
         self._inside = False
         self._sums = {key: checksum(bytes_of(one)) for key, one in parameters.items()} if is_checked else {}
@@ -48,7 +49,7 @@ class Snapshot:
                 self._kept[key] = parameter.detach().clone() if on_device else device.pinned(parameter)
 
     @contextmanager
-    def swapped_in(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> Iterator[None]:
+    def swapped_in(self, parameters: Mapping[Any, torch.nn.Parameter]) -> Iterator[None]:
         """Inside the block `parameters` hold the snapshot; afterwards they are bit for bit what they were.
 
         Extra memory: one parameter at a time. Parameters stay the same objects in the same storage, so that views of
@@ -69,7 +70,7 @@ class Snapshot:
             self._file.remove()
 
     @torch.no_grad()
-    def _exchange(self, parameters: Mapping[Hashable, torch.nn.Parameter]) -> None:
+    def _exchange(self, parameters: Mapping[Any, torch.nn.Parameter]) -> None:
         assert parameters.keys() == self._keys, "the snapshot was taken of a model with other parameters"
         for key, parameter in parameters.items():
             ours = parameter.detach().clone()

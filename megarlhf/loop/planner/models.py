@@ -43,7 +43,8 @@ def cast_of(settings: AnyRun, architectures: Path, violations: list[str]) -> Cas
 
     `architectures` is the folder of architecture files.
     """
-    models, files = {}, {}
+    models: dict[str, PlannedModel] = {}
+    files: dict[str, None] = {}
     for name, role in roles(settings).items():
         if not role.folder:
             continue

@@ -99,7 +99,8 @@ class Plan:
 
 def make_plan(question: Question) -> Plan:
     """The plan. Nothing is raised for settings that cannot be run: they are violations of the plan."""
-    settings, found = question.settings, []
+    settings = question.settings
+    found: list[str] = []
     cast = cast_of(settings, question.architectures, found)
     found += setting_violations(settings, question.world_size, f"{question.command} FILE.yaml")
     found += model_violations(settings, {name: model.architecture for name, model in cast.models.items()})

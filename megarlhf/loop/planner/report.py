@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from megarlhf.loop.planner.plan import GIB, Plan, total_seconds
-from megarlhf.loop.planner.reshard import ReshardSummary
+from megarlhf.loop.planner.reshard import Link, ReshardSummary
 from megarlhf.loop.planner.stages import StageBytes
 from megarlhf.models.precision.linears import Linears
 from megarlhf.residency.stages import Tenant
@@ -124,7 +124,8 @@ def _reshard_lines(found: ReshardSummary) -> str:
         f"Reshard: {_gib(found.bytes_moved)} between ranks in {found.num_messages} messages, {found.num_buckets} "
         f"buckets; buffers of at most {found.peak_extra_bytes / MIB:.1f} MiB a rank."
     ]
-    for link, words in (("node", "within nodes"), ("network", "between nodes")):
+    ways: dict[Link, str] = {"node": "within nodes", "network": "between nodes"}
+    for link, words in ways.items():
         sent, received = found.sent[link], found.received[link]
         if sum(sent):
             lines.append(f"  {words}: {_gib(sum(sent))}; a rank sends {_range(sent)} and receives {_range(received)}")

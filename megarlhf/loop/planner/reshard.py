@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from megarlhf.config.settings import Precision
 from megarlhf.loop.planner.models import PlannedModel
 from megarlhf.weights.plan import BUCKET_BYTES, reshard_plan, validate
 from megarlhf.weights.transfers import ReshardPlan
@@ -51,7 +52,7 @@ def reshard_summary(
 
     `check` validates it (raises AssertionError, which would be our mistake), which takes a third longer.
     """
-    narrow = "bfloat16" if "bfloat16" in (source.dtype, target.dtype) else "float32"
+    narrow: Precision = "bfloat16" if "bfloat16" in (source.dtype, target.dtype) else "float32"
     plan = reshard_plan(
         source.architecture, source.head, source.layout, target.layout, world_size, BUCKET_BYTES, narrow
     )
@@ -62,7 +63,7 @@ def reshard_summary(
 
 def summary(plan: ReshardPlan, gpus_per_node: int, *, is_validated: bool = False) -> ReshardSummary:
     """Any plan's numbers; ranks `gpus_per_node` * k and following share a node."""
-    world_size, pairs = len(plan.target), defaultdict(int)
+    world_size, pairs = len(plan.target), defaultdict[tuple[int, int], int](int)
     copied = [0] * world_size
     for transfer in plan.copies:
         copied[transfer.target_rank] += transfer.num_bytes

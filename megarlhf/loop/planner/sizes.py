@@ -229,7 +229,9 @@ def buffers(parameters: Sequence[Parameter], dp: int) -> list[Buffer]:
 
 
 def _buffer(dtype: Precision, parameters: list[Parameter], dp: int) -> Buffer:
-    places, buckets, opened, end = [], [], 0, 0
+    places: list = []
+    buckets: list = []
+    opened = end = 0
     for one in reversed(parameters):
         start = _rounded(end, START_MULTIPLE)
         if one.has_own_bucket and start > opened:

@@ -6,7 +6,7 @@ Stages and places come from residency's own tables (`residency.schedule`), so th
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megarlhf.config.runs import AnyRun, OnlineRun, update_says_start
+from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun, SFTRun, update_says_start
 from megarlhf.loop.planner.activations import forward_bytes, stage_activations
 from megarlhf.loop.planner.cache import cache_bytes, packed_bytes, rollout_bytes
 from megarlhf.loop.planner.gpus import GPU
@@ -103,7 +103,8 @@ class Ranks:
         (name,) = self.models
         waits: dict[Tenant, Place] = dict.fromkeys(all_of(name), "device")
         steps = [Stage(f"learn_{name}", all_of(name))]
-        if "reference" in vars(self.settings) and not self.settings.reference.url and not self.models[name].lora.rank:
+        has_reference = not isinstance(self.settings, SFTRun | RewardModelRun) and not self.settings.reference.url
+        if has_reference and not self.models[name].lora.rank:
             reference = Tenant("reference", WEIGHTS)
             waits[reference] = "host"
             return waits, (Stage("reference", (Tenant(name, WEIGHTS),)), *steps), {reference: "host"}
@@ -165,7 +166,7 @@ def _alike(model: PlannedModel, at: Coordinates) -> tuple[int, ...]:
 def sharing_of(settings: OnlineRun, models: Mapping[str, PlannedModel]) -> Sharing:
     """Which models live in the module of another, as the run decides it (`loop.housing.reward_lives_in_critic`)."""
     is_shared = False
-    if "reward" in models and "critic" in models:
+    if isinstance(settings, PPORun) and "reward" in models and "critic" in models:
         reward, critic = models["reward"], models["critic"]
         same = (reward.layout, reward.dtype) == (critic.layout, critic.dtype)
         is_alike = same and reward.architecture == critic.architecture and not critic.lora.rank
