@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarlhf.config.load import file_and_flags, load_leniently
+from megarlhf.config.load import files_and_flags, load_leniently
 from megarlhf.config.runs import COMMANDS, AnyRun, OfflineRun, RewardModelRun
 from megarlhf.errors import ConfigError
 
 
 def command_of(words: Sequence[str], asker: str) -> str:
-    """The one command that takes every setting of a file and flags; when none does, the one that refuses fewest.
+    """The one command that takes every setting of files and flags; when none does, the one that refuses fewest.
 
     `asker`: the command that wants to know, for the sentence. Raises ConfigError when several take all of them.
     """
-    file, flags = file_and_flags(words)
+    files, flags = files_and_flags(words)
     wrong = {
-        name: load_leniently(kind, file, flags, prog=f"megarlhf {asker} {name}")[1] for name, kind in COMMANDS.items()
+        name: load_leniently(kind, files, flags, prog=f"megarlhf {asker} {name}")[1] for name, kind in COMMANDS.items()
     }
     fitting = [name for name, found in wrong.items() if not found]
     if len(fitting) > 1:
-        recipe = file or "FILE.yaml"
+        recipe = " ".join(files) or "FILE.yaml"
         raise ConfigError(
             f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {fitting[0]} {recipe}"
         )
@@ -27,13 +27,13 @@ def command_of(words: Sequence[str], asker: str) -> str:
 
 
 def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
-    """The settings of a command called as `FILE.yaml [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
+    """The settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
 
     For a recipe of another command that comes first, and in place of its settings that are unknown here.
     """
-    file, flags = file_and_flags(words)
-    settings, found = load_leniently(COMMANDS[command], file, flags, prog)
-    return settings, (_other_command(command, file, found) if file and num_unknown(found) else found)
+    files, flags = files_and_flags(words)
+    settings, found = load_leniently(COMMANDS[command], files, flags, prog)
+    return settings, (_other_command(command, files, found) if files and num_unknown(found) else found)
 
 
 def num_unknown(violations: Sequence[str]) -> int:
@@ -41,15 +41,16 @@ def num_unknown(violations: Sequence[str]) -> int:
     return sum("no such setting" in line for line in violations)
 
 
-def _other_command(command: str, file: str, found: list[str]) -> list[str]:
-    wrong = {name: load_leniently(kind, file, [], command)[1] for name, kind in COMMANDS.items()}
+def _other_command(command: str, files: Sequence[str], found: list[str]) -> list[str]:
+    wrong = {name: load_leniently(kind, files, [], command)[1] for name, kind in COMMANDS.items()}
     fewest = min(map(num_unknown, wrong.values()))
     if 4 * fewest >= num_unknown(wrong[command]):
         return found
     best = [name for name in COMMANDS if num_unknown(wrong[name]) == fewest]
-    best.sort(key=lambda name: name not in Path(file).stem)  # if several can take it, the one it is named after
+    best.sort(key=lambda name: name not in Path(files[0]).stem)  # if several can take it, the one it is named after
     others = f" (or {', '.join(best[1:])})" if best[1:] else ""
-    return [f"{file} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {file}", *wrong[best[0]]]
+    words = " ".join(files)
+    return [f"{words} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {words}", *wrong[best[0]]]
 
 
 def no_recipe(command: str) -> str:

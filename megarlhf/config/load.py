@@ -1,8 +1,9 @@
-"""A YAML file, then dotted flags on top of it, become frozen settings; everything that is wrong is told at once.
+"""YAML files, then dotted flags on top of them, become frozen settings; everything that is wrong is told at once.
 
     settings = load(PPORun, "recipe.yaml", ["--actor.optimizer.learning_rate", "1e-6"])
 
-Sections are merged over the defaults key by key. Numbers in scientific notation are floats however YAML reads them.
+Sections are merged over the defaults, and over those of earlier files, key by key. Numbers in scientific notation are
+floats however YAML reads them.
 """
 
 import difflib
@@ -21,6 +22,8 @@ from megarlhf.config.read import Section, read_yaml
 from megarlhf.errors import ConfigError
 
 T = TypeVar("T")
+Files = str | Path | Sequence[str | Path] | None
+"""One YAML file, several of which later ones win, or none."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -28,40 +31,42 @@ class _Rejected(Exception):
     """A value that a setting does not take; the text says what was found."""
 
 
-def load(cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: str = "megarlhf") -> T:
-    """Settings of class `cls` from a file (or None: only defaults) and flags.
+def load(cls: type[T], files: Files, argv: Sequence[str], prog: str = "megarlhf") -> T:
+    """Settings of class `cls` from files (or None: only defaults) and flags.
 
     `--help` prints every setting with its value and exits. Raises ConfigError with every violation found.
     """
-    settings, violations = load_leniently(cls, yaml_path, argv, prog)
+    settings, violations = load_leniently(cls, files, argv, prog)
     if violations:
         raise ConfigError(violations)
     return settings
 
 
-def load_leniently(
-    cls: type[T], yaml_path: str | Path | None, argv: Sequence[str], prog: str = "megarlhf"
-) -> tuple[T, list[str]]:
+def load_leniently(cls: type[T], files: Files, argv: Sequence[str], prog: str = "megarlhf") -> tuple[T, list[str]]:
     """Like `load`, but what cannot be used is left at its default and told. Raises ConfigError for a broken file."""
     violations: list[str] = []
     settings = cls()
-    if yaml_path is not None:
-        section, duplicates = read_yaml(yaml_path)
+    for path in [files] if isinstance(files, str | Path) else files or ():
+        section, duplicates = read_yaml(path)
         violations += duplicates
-        settings = _fill(cls, settings, section, _Place(cls, str(yaml_path)), violations)
+        settings = _fill(cls, settings, section, _Place(cls, str(path)), violations)
     flags, unknown = parse_flags(settings, argv, prog)
     violations += [_unknown_flag(cls, flag) for flag in unknown]
     return _fill(cls, settings, flags, _Place(cls), violations), violations
 
 
 def load_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Settings of a command called as `FILE.yaml [--dotted.flags]`; the file may be left out. Raises ConfigError."""
-    return load(cls, *file_and_flags(argv), prog)
+    """Settings of a command called as `FILE.yaml ... [--dotted.flags]`; files may be left out. Raises ConfigError."""
+    return load(cls, *files_and_flags(argv), prog)
 
 
-def file_and_flags(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The YAML file that opens a command's words, if one does, and the flags."""
-    return (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+def files_and_flags(argv: Sequence[str]) -> tuple[tuple[str, ...], Sequence[str]]:
+    """The YAML files that open a command's words, and the flags. The first may have any name, further ones end in .yaml
+    or .yml."""
+    number = 0 if not argv or argv[0].startswith("-") else 1
+    while 0 < number < len(argv) and not argv[number].startswith("-") and argv[number].endswith((".yaml", ".yml")):
+        number += 1
+    return tuple(argv[:number]), argv[number:]
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -213,7 +218,7 @@ def _hint(kind: Any, value: Any) -> str:
 
 def _unknown_flag(cls: type, flag: str) -> str:
     if not flag.startswith("--"):
-        return f"{flag!r}: expected a flag such as --run.steps; the YAML file is the first argument"
+        return f"{flag!r}: expected a flag such as --run.steps; YAML files come first"
     name = flag[2:]
     prefix, _, key = name.rpartition(".")
     return f"--{name}: no such setting; {_suggestion(key, f'{prefix}.' if prefix else '', cls)}"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarlhf.config.fields import dotted_names, settings_of
 from megarlhf.config.layout import Layout
-from megarlhf.config.load import file_and_flags, load, load_command, load_leniently, to_yaml
+from megarlhf.config.load import files_and_flags, load, load_command, load_leniently, to_yaml
 from megarlhf.config.settings import PPO, Actor, Optimizer, PPORun, Reward, Run
 from megarlhf.errors import ConfigError
 
@@ -133,6 +133,17 @@ def test_a_missing_file_is_named():
     assert "nowhere.yaml: cannot be read: No such file" in violations("nowhere.yaml")[0]
 
 
+def test_later_files_are_laid_over_earlier_ones_key_by_key(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yml"
+    first.write_text("run: {steps: 7, seed: 3}\nactor: {train: {tp: 2}}\n")
+    second.write_text("run: {steps: 8}\nactor: {train: {sp: true}}\n")
+    found = load_command(PPORun, [str(first), str(second), "--run.seed", "4"], "megarlhf ppo")
+    assert (found.run.steps, found.run.seed) == (8, 4) and found.actor.train == Layout(tp=2, sp=True)
+    second.write_text("run: {stepz: 8}\n")
+    with pytest.raises(ConfigError, match=r"second\.yml:1: run\.stepz: no such setting"):
+        load(PPORun, [first, second], [])
+
+
 def test_all_violations_of_file_and_flags_come_in_one_error(recipe):
     path = recipe("run:\n  steps: ten\n  seeed: 1\nactor:\n  dtype: int8\n  dtype: int4\n")
     found = violations(path, "--algorithm.gamma", "big", "--rollout.top_kk", "3")
@@ -214,8 +225,8 @@ def test_yaml_round_trips_exactly(tmp_path_factory, chosen):
 
 
 def test_lenient_reading_keeps_what_can_be_used():
-    path, flags = file_and_flags(["recipe.yaml", "--run.steps", "5"])
-    assert path == "recipe.yaml" and file_and_flags(flags) == (None, flags)
+    files, flags = files_and_flags(["recipe.yaml", "--run.steps", "5"])
+    assert files == ("recipe.yaml",) and files_and_flags(flags) == ((), flags)
     found, told = load_leniently(PPORun, None, ["--run.dir", "here", "--run.stepz", "5", "--run.steps", "many"])
     assert found.run.dir == "here" and found.run.steps == PPORun().run.steps
     assert len(told) == 2

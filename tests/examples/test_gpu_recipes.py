@@ -2,10 +2,16 @@
 
 import importlib.util
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarlhf.config.load import load
+from megarlhf.config.runs import COMMANDS
+from megarlhf.loop.planner.gpus import gpu_named
+from megarlhf.loop.planner.plan import make_plan
 from megarlhf.models.architecture import Architecture
 from megarlhf.parallel.grid import Grid
 
@@ -54,6 +60,45 @@ def test_the_table_of_recipes_is_current(plans):
     written = (EXAMPLES / "README.md").read_text().partition(TABLE.MARKS[0])[2].partition(TABLE.MARKS[1])[0]
     rows = ["| " + " | ".join(TABLE.row(path, plans[name])) + " |" for name, path in RECIPES.items()]
     assert written.strip().splitlines()[2:] == rows, "run: python examples/recipes/table.py --write"
+
+
+def overlay(command: str, gpu: str) -> Path:
+    """The file that is laid over a recipe to compute in FP8."""
+    return EXAMPLES / f"fp8/{command if command in ('ppo', 'rm') else 'policy'}_{gpu}.yaml"
+
+
+def in_eight_bits(name: str, gpu: str, plans):
+    question = plans[name].question
+    settings = load(COMMANDS[question.command], [RECIPES[name], overlay(question.command, gpu)], [])
+    kind = gpu_named({"hopper": "h100", "blackwell": "b200"}[gpu])
+    memory_gib = question.memory_gib if gpu == "hopper" else kind.memory_gib
+    return make_plan(replace(question, settings=settings, gpu=kind, memory_gib=memory_gib))
+
+
+DENSE = [name for name in RECIPES if not name.startswith("mixtral")]
+NARROW = "qwen2.5_72b"
+"""Its feed-forward columns, cut 8 times, are no multiple of MXFP8's 32."""
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_recipe_of_a_dense_model_fits_in_eight_bits_on_hopper_too(name, plans):
+    plan = in_eight_bits(name, "hopper", plans)
+    assert not plan.violations and plan.fits
+    assert any("FP8 copies" in stage.working for stage in plan.stages)
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if name.endswith(("/sft", "/rm", "_8b/ppo"))])
+def test_a_recipe_of_a_dense_model_is_valid_on_blackwell_too(name, plans):
+    plan = in_eight_bits(name, "blackwell", plans)
+    assert plan.fits or (name.startswith(NARROW) and "multiple of 32" in plan.violations[0])
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "fp8").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_launch_of_an_fp8_file_is_that_of_a_recipe(path):
+    ((command, recipe),) = re.findall(
+        rf"-m megarlhf (\S+) (examples/recipes/\S+) examples/fp8/{path.name}$", path.read_text(), re.MULTILINE
+    )
+    assert overlay(command, path.stem.partition("_")[2]) == path and (EXAMPLES.parent / recipe).exists()
 
 
 def num_parameters(config: dict) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarlhf.config.check import ranks_needed
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.command import command_of, load_for
-from megarlhf.config.load import file_and_flags
+from megarlhf.config.load import files_and_flags
 from megarlhf.config.runs import COMMANDS, AnyRun
 from megarlhf.errors import ConfigError
 from megarlhf.loop.planner import report
@@ -107,11 +107,11 @@ def plan_command(argv: Sequence[str]) -> int:
 
 def dry_run(command: str, words: Sequence[str], options: Options, world_size: int = 1) -> int:
     """Prints the plan of a training command; `world_size` is that of the launch. Raises ConfigError."""
-    file, flags = file_and_flags(words)
+    files, _ = files_and_flags(words)
     settings, wrong = load_for(command, words, prog=f"megarlhf {command}")
     if wrong:
         raise ConfigError(wrong)
-    question = question_of(command, settings, options, file, world_size)
+    question = question_of(command, settings, options, next(iter(files), None), world_size)
     if "--search" in options.switches:
         found = search(question)
         print(json.dumps(found.as_dict(), indent=1) if "--json" in options.switches else search_text(found))

@@ -26,6 +26,7 @@ from megarlhf.loop.planner.step_time import (
     score_s,
 )
 from megarlhf.loop.planner.workload import Workload, workload_of
+from megarlhf.models.precision.linears import te_violations
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.weights.boxes import num_elements, whole
 from megarlhf.weights.local_map import hf_shapes
@@ -104,7 +105,8 @@ def make_plan(question: Question) -> Plan:
     cast = cast_of(settings, question.architectures, found)
     found += setting_violations(settings, question.world_size, f"{question.command} FILE.yaml")
     found += model_violations(settings, {name: model.architecture for name, model in cast.models.items()})
-    found += [line for model in cast.models.values() for line in uncounted(model)]
+    for model in cast.models.values():
+        found += te_violations(model.linears, model.architecture, model.layout, model.setting) + uncounted(model)
     plan = partial(Plan, question, cast, workload_of(settings), tuple(dict.fromkeys(found)))
     is_whole = all(model.name in cast.models for model in cast.models.values()) and len(cast.models) > 0
     if found or not is_whole:
