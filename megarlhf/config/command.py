@@ -27,7 +27,7 @@ def command_of(words: Sequence[str], asker: str) -> str:
 
 
 def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
-    """The settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
+    """The settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, in the words of `load_leniently`.
 
     For a recipe of another command that comes first, and in place of its settings that are unknown here.
     """
@@ -50,7 +50,8 @@ def _other_command(command: str, files: Sequence[str], found: list[str]) -> list
     best.sort(key=lambda name: name not in Path(files[0]).stem)  # if several can take it, the one it is named after
     others = f" (or {', '.join(best[1:])})" if best[1:] else ""
     words = " ".join(files)
-    return [f"{words} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {words}", *wrong[best[0]]]
+    told = f"{words} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {words}"
+    return [told, *wrong[best[0]]]
 
 
 def no_recipe(command: str) -> str:
