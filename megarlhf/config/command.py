@@ -27,7 +27,7 @@ def command_of(words: Sequence[str], asker: str) -> str:
 
 
 def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
-    """The settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, in the words of `load_leniently`.
+    """Settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
 
     For a recipe of another command that comes first, and in place of its settings that are unknown here.
     """
