@@ -3,7 +3,7 @@
 `prepare()` comes before the first import of megatron.core, in every process that uses it.
 """
 
-from megarlhf.device.arithmetic import matmul_float32
+from megarlhf.device.arithmetic import add_matmul_, block_bytes, matmul_float32
 from megarlhf.device.labels import labelled
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
@@ -35,8 +35,10 @@ from megarlhf.launcher import is_launched
 __all__ = [
     "Worlds",
     "PeakMeter",
+    "add_matmul_",
     "backend",
     "beside_computation",
+    "block_bytes",
     "best_adam",
     "copies_are_next",
     "current",

@@ -3,14 +3,31 @@
 import torch
 
 
-def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n, k] x [k, m] -> [n, m] float32, accumulated and returned in float32 whatever the inputs' precision.
+def matmul_float32(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """[n, k] x [k, m] -> `out` [n, m] float32, accumulated in float32 whatever the inputs' precision.
 
     A plain bfloat16 product would round each result to 8 bits: an error of 0.03 nats on a logit of 10. Not
     differentiable for low precision on a GPU; callers are inside their own autograd functions.
     """
-    if left.dtype == torch.float32 and right.dtype == torch.float32:
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    if left.is_cuda and left.dtype != torch.float32:
+        return out.copy_(torch.mm(left, right, out_dtype=torch.float32))
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total [n, m] float32 += [n, k] x [k, m], in place; a product of low precision is rounded to it before it is added
+    on a CPU, where torch multiplies low precision without converting only into the same."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total += left @ right
+
+
+def block_bytes(tensor: torch.Tensor) -> int:
+    """How large a block of numbers should be that several kernels work on one after the other, where `tensor` lives.
+
+    A CPU's kernels are quickest while it stays in the caches; on a GPU each launch has to be worth its while.
+    """
+    return 512 * 2**20 if tensor.is_cuda else 8 * 2**20

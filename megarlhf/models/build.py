@@ -63,6 +63,10 @@ class Model:
         tied_here = chunk.share_embeddings_and_output_weights and chunk.pre_process
         return chunk.embedding.word_embeddings.weight if tied_here else chunk.output_layer.weight
 
+    def output_weight_gradient(self) -> Tensor | None:
+        """[padded V/tp, H] float32: where gradients of `output_weight` are summed; None where nobody trains it."""
+        return getattr(self.output_weight(), "main_grad", None)  # megatron-core's name, set once it is trained
+
 
 def build_model(
     architecture: Architecture,

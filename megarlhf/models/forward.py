@@ -110,6 +110,7 @@ def _vocabulary_logprobs(
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,
         softcap=model.architecture.logit_softcap,
+        weight_gradient=model.output_weight_gradient(),
         with_entropy=with_entropy,
     )
 

@@ -3,9 +3,10 @@
 python -m tests.benchmarks.memory [--rounds 5] [--tokens 1024] [--vocabulary 128256]     (4 GiB of memory)
 
 Log-probs: values and gradients (of hidden states and of the head's weight) for --tokens positions, float32, by
-`fused_logprob` and by log_softmax of the whole logits; the sides alternate in every round. Peak memory is the
-system's (the high-water mark of the resident set, set back before each measurement) above what was there before:
-weight and hidden states do not count, gradients do. Activations: what autograd keeps for one micro-batch of the model
+`fused_logprob` and by log_softmax of the whole logits; the sides alternate in every round. Both end with the weight's
+gradient added to the buffer that a learner sums gradients in. Peak memory is the system's (the high-water mark of the
+resident set, set back before each measurement) above what was there before: weight, buffer and hidden states do not
+count. Activations: what autograd keeps for one micro-batch of the model
 of `tests.benchmarks.parallel`, counted by storage.
 """
 
@@ -51,7 +52,7 @@ def resident(name: str) -> int:
 def measured(step: Step) -> tuple[float, int]:
     """(seconds, bytes above what was resident before) of one call."""
     gc.collect()
-    device.return_freed_memory()
+    device.empty_cache()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
     before, start = resident("VmRSS"), time.perf_counter()
     step()
@@ -84,20 +85,32 @@ def logprob_sides(num_tokens: int, hidden_size: int, vocab_size: int) -> dict[st
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     slopes = torch.randn(num_tokens, generator=generator)
 
-    def finished(logp: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = logp.detach(), *torch.autograd.grad((logp * slopes).sum(), (hidden, weight))
-        return found
+    buffer = torch.zeros(vocab_size, hidden_size)
+
+    def hidden_gradient(logp: torch.Tensor) -> torch.Tensor:
+        hidden.grad = None
+        (logp * slopes).sum().backward()
+        return hidden.grad
 
     def whole() -> tuple[torch.Tensor, ...]:
-        return finished(torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, targets[:, None])[:, 0])
+        logp = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, targets[:, None])[:, 0]
+        gradient = hidden_gradient(logp)
+        buffer.add_(weight.grad)
+        weight.grad = None
+        return logp.detach(), gradient
 
     def chunked() -> tuple[torch.Tensor, ...]:
-        group = torch.distributed.group.WORLD
-        return finished(fused_logprob(hidden, weight, targets, group=group, vocab_size=vocab_size)[0])
+        options = {"group": torch.distributed.group.WORLD, "vocab_size": vocab_size, "weight_gradient": buffer}
+        logp, _ = fused_logprob(hidden, weight, targets, **options)
+        return logp.detach(), hidden_gradient(logp)
 
-    for ours, theirs in zip(chunked(), whole(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    return {"chunked": chunked, "whole": whole}
+    sides = {"chunked": chunked, "whole": whole}
+    answers = []
+    for step in sides.values():
+        buffer.zero_()
+        answers.append((*step(), buffer.clone()))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-5)
+    return sides
 
 
 def activation_rows(rows: int, prompt: int, response: int) -> list[Row]:

@@ -31,7 +31,13 @@ def dense(hidden, weight, targets, temperature: float, vocabulary: int, softcap:
 
 
 def compare_with_dense(
-    group, rank: int, tp: int, temperature: float, chunk_tokens: int, softcap: float | None = None
+    group,
+    rank: int,
+    tp: int,
+    temperature: float,
+    chunk_tokens: int,
+    softcap: float | None = None,
+    tile_bytes: int | None = None,
 ) -> None:
     """Values and gradients of this rank's shard; the gradient of hidden is summed over the group first."""
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -54,6 +60,7 @@ def compare_with_dense(
         temperature=temperature,
         softcap=softcap,
         chunk_tokens=chunk_tokens,
+        tile_bytes=tile_bytes,
         with_entropy=True,
     )
     (slopes[0] * logp + slopes[1] * entropy).sum().backward()
@@ -67,14 +74,19 @@ def compare_with_dense(
 def compare_on_rank(rank: int, world_size: int) -> None:
     import torch.distributed as dist
 
-    for temperature, chunk_tokens, softcap in ((1.0, 1024, None), (0.7, 5, None), (0.7, 5, 1.5)):
-        compare_with_dense(dist.group.WORLD, rank, world_size, temperature, chunk_tokens, softcap)
+    for temperature, chunk_tokens, softcap, tile_bytes in (
+        (1.0, 1024, None, None),
+        (0.7, 5, None, 100),
+        (0.7, 5, 1.5, 60),
+    ):
+        compare_with_dense(dist.group.WORLD, rank, world_size, temperature, chunk_tokens, softcap, tile_bytes)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8, 30.0])
 @pytest.mark.parametrize("temperature, chunk_tokens", [(1.0, 1024), (1.0, 5), (0.7, 1), (2.0, 13)])
-def test_value_and_gradient_match_dense_on_one_rank(world, temperature, chunk_tokens, softcap):
-    compare_with_dense(world, 0, 1, temperature, chunk_tokens, softcap)
+@pytest.mark.parametrize("tile_bytes", [None, 1, 100, 416])
+def test_value_and_gradient_match_dense_on_one_rank(world, temperature, chunk_tokens, softcap, tile_bytes):
+    compare_with_dense(world, 0, 1, temperature, chunk_tokens, softcap, tile_bytes)
 
 
 def test_value_and_gradient_match_dense_on_two_ranks():
@@ -138,6 +150,40 @@ def test_inputs_are_left_as_they_were(world):
     first, _ = fused_logprob(hidden, weight, targets, group=world, vocab_size=VOCABULARY, temperature=0.5)
     second, _ = fused_logprob(hidden, weight, targets, group=world, vocab_size=VOCABULARY, temperature=0.5)
     assert torch.equal(first, second) and torch.equal(hidden, kept[0]) and torch.equal(weight, kept[1])
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("kept_bytes", [0, 150, 10**6])
+def test_kept_logits_give_the_gradients_of_computed_ones_and_a_second_backward_pass_too(
+    world, kept_bytes, with_entropy
+):
+    from megarlhf.parallel.logprob import fused_logprob
+
+    hidden, weight, targets, slopes = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    expected = dense(hidden, weight, targets, 0.7, VOCABULARY, 3.0)
+    loss = (slopes[0] * expected[0]).sum() + with_entropy * (slopes[1] * expected[1]).sum()
+    answers = torch.autograd.grad(loss, (hidden, weight))
+    options = {"group": world, "vocab_size": VOCABULARY, "temperature": 0.7, "softcap": 3.0, "kept_bytes": kept_bytes}
+    options |= {"tile_bytes": 100, "chunk_tokens": 5, "with_entropy": with_entropy}
+    logp, entropy = fused_logprob(hidden, weight, targets, **options)
+    loss = (slopes[0] * logp).sum() + ((slopes[1] * entropy).sum() if with_entropy else 0)
+    for retain_graph in (True, False):
+        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=retain_graph)
+        torch.testing.assert_close(found, answers, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_gradient_is_added_where_it_is_asked_for(world):
+    from megarlhf.parallel.logprob import fused_logprob
+
+    hidden, weight, targets, slopes = inputs()
+    weight.requires_grad_()
+    answer = torch.autograd.grad((slopes[0] * dense(hidden, weight, targets, 1.0, VOCABULARY)[0]).sum(), weight)[0]
+    total = torch.ones_like(weight)
+    options = {"group": world, "vocab_size": VOCABULARY, "weight_gradient": total}
+    (slopes[0] * fused_logprob(hidden, weight, targets, **options)[0]).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(total, 1 + answer, rtol=1e-4, atol=1e-5)
 
 
 def test_huge_logits_stay_finite(world):

@@ -24,9 +24,15 @@ from megarlhf.weights.transfers import ITEM_BYTES
 
 LOGIT_CHUNK = 1024
 """Positions whose logits exist at once (`parallel.logprob.CHUNK_TOKENS`)."""
-LOGIT_COPIES = 5
-"""float32 copies of a chunk of logits at the worst moment of its backward pass, with entropy: logits, probabilities,
-distance to the mean, its product with the gradient, the sum."""
+LOGIT_BYTES = 512 * 2**20
+"""Bytes of them at most, on a GPU (`device.block_bytes`)."""
+KEPT_LOGIT_BYTES = 256 * 2**20
+"""Bytes of logits that wait for the backward pass, at most (`parallel.logprob.KEPT_BYTES`)."""
+LOGIT_COPIES = 3
+"""float32 copies of a tile of logits at the worst moment of its backward pass, with entropy: what becomes the gradient,
+probabilities, the gradient in the model's precision or the slope of a soft cap."""
+FORWARD_LOGIT_COPIES = 2
+"""Without a backward pass: distances to the largest logit, their exponentials."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class StageActivations:
     boundary: int
     """Outputs that were sent to the next stage and wait for their gradient."""
     head: int
-    """Chunks of logits, the head's float32 gradient."""
+    """Tiles of logits, and logits that wait for their backward pass."""
 
     @property
     def total(self) -> int:
@@ -90,19 +96,22 @@ def chunks_in_flight(model: PlannedModel, pp_rank: int, micro_batches: int) -> i
 
 
 def head_bytes(model: PlannedModel, load: Load) -> int:
-    """Beside the kept: chunks of logits, and the vocabulary head's gradient before it is added to the buffer."""
+    """Beside what autograd keeps: tiles of logits, and logits that wait for their backward pass."""
     if model.head == "value":
         return 0
-    item, rows = ITEM_BYTES[model.dtype], padded_vocab(model.architecture, model.layout) // model.layout.tp
-    chunk = min(LOGIT_CHUNK, load.predicted) * rows
-    gradient = 0 if model.lora.rank else rows * model.architecture.hidden_size * (4 + item)
-    return chunk * 4 * LOGIT_COPIES + gradient
+    rows = padded_vocab(model.architecture, model.layout) // model.layout.tp
+    return LOGIT_COPIES * _tile_bytes(load, rows) + min(4 * load.predicted * rows, KEPT_LOGIT_BYTES)
+
+
+def _tile_bytes(load: Load, rows: int) -> int:
+    """float32 logits of `rows` of the vocabulary that exist at once."""
+    return min(4 * min(LOGIT_CHUNK, load.predicted) * rows, LOGIT_BYTES)
 
 
 def forward_bytes(model: PlannedModel, load: Load) -> int:
-    """The most that a pass without gradients holds at once: a layer's feed-forward, or a chunk of logits."""
+    """The most that a pass without gradients holds at once: a layer's feed-forward, or a tile of logits."""
     pieces, rows = _Layer(model, load, True), padded_vocab(model.architecture, model.layout) // model.layout.tp
-    logits = 0 if model.head == "value" else 3 * 4 * min(LOGIT_CHUNK, load.predicted) * rows
+    logits = 0 if model.head == "value" else FORWARD_LOGIT_COPIES * _tile_bytes(load, rows)
     return 2 * pieces.residual + max(pieces.feed_forward, logits)
 
 

@@ -58,7 +58,7 @@ def moved(rank: int, world_size: int, source: PlannedModel, target: PlannedModel
     """Bytes of the messages that this rank sends in a real reshard."""
     from megarlhf.weights.exchange import Resharder
 
-    resharder, sent = Resharder(real(source, world_size), real(target, world_size)), []
+    resharder, sent = Resharder(real(source, world_size), real(target, world_size), shares_memory=False), []
     with counted_messages(sent):
         resharder.run(is_checked=True)
     return sent

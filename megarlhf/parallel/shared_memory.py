@@ -1,0 +1,55 @@
+"""Memory that the ranks of one machine share: each writes a box of its own, which the others read without a socket."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_FOLDER = Path("/dev/shm")
+
+
+def open_boxes(group: dist.ProcessGroup, num_bytes: int) -> list[torch.Tensor] | None:
+    """A box of `num_bytes` bytes for each rank of `group` (collective over it): [num_bytes] uint8 each, by rank.
+
+    A rank writes its own only, and says so by a collective before the others read. None, on every rank, where they are
+    not all on one machine, or it has no room: the caller then sends messages.
+    """
+    path = _make_box(num_bytes)
+    try:
+        paths = _told(group, (socket.gethostname(), path))
+        hosts = {host for host, _ in paths}
+        can_open = len(hosts) == 1 and all(each is not None and each.exists() for _, each in paths)
+        if not all(_told(group, can_open)):
+            return None
+        boxes = [torch.from_file(str(each), shared=True, size=num_bytes, dtype=torch.uint8) for _, each in paths]
+        dist.barrier(group)  # all have opened them: nobody needs their names any more
+        return boxes
+    finally:
+        if path is not None:
+            path.unlink()
+
+
+def _make_box(num_bytes: int) -> Path | None:
+    """A file in memory with room for `num_bytes`; None where there is none."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="megarlhf-", dir=_FOLDER)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # a write into a file without room would end the process
+    except OSError:
+        os.unlink(name)
+        return None
+    finally:
+        os.close(descriptor)
+    return Path(name)
+
+
+def _told(group: dist.ProcessGroup, word) -> list:
+    """Every rank's word, by rank (collective over `group`)."""
+    words = [None] * group.size()
+    dist.all_gather_object(words, word, group=group)
+    return words
