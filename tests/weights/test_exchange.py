@@ -29,6 +29,9 @@ KINDS = {
     "value": ({"num_labels": 1}, "value"),
 }
 
+MESSAGES, LETTERS, SHARED = {"shares_memory": False}, {"shares_memory": False, "letter_bytes": 64}, {}
+WAYS = {"untied": (MESSAGES, LETTERS, SHARED), "tied": (SHARED,), "value": (LETTERS,)}
+
 
 def loaded(folder, layout, world_size, head, dtype):
     architecture = Architecture.from_folder(folder)
@@ -44,7 +47,7 @@ def moved_on_rank(rank, world_size, folder, source, target, head, dtypes):
     expected = loaded(folder, target, world_size, head, dtypes[1]).named_parameters()
     found, differing = other.named_parameters(), []
     assert found.keys() == expected.keys()
-    for way in ({"shares_memory": False}, {"shares_memory": False, "letter_bytes": 64}, {}):
+    for way in WAYS[folder.name]:
         for parameter in found.values():
             parameter.data.zero_()
         resharder = Resharder(one, other, bucket_bytes=2048, **way)
@@ -90,7 +93,7 @@ def test_moved_weights_are_those_of_a_model_loaded_there(moved, kind, pair):
 @pytest.mark.parametrize("kind", ["tied", "value"])
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")], ids="_to_".join)
 def test_dtypes_may_differ_and_the_narrower_one_travels(tmp_path, kind, dtypes):
-    folder = tiny.write_llama(tmp_path, dtype=torch.bfloat16, **KINDS[kind][0])
+    folder = tiny.write_llama(tmp_path / kind, dtype=torch.bfloat16, **KINDS[kind][0])
     types = tuple(getattr(torch, name) for name in dtypes)
     answers = run_on_ranks(4, moved_on_rank, folder, Layout(tp=2, pp=2), Layout(tp=2), KINDS[kind][1], types)
     assert all(differing == [] for _, differing in answers)
