@@ -1,14 +1,15 @@
 """Whole GRPO steps, ours and TRL's: wall time of a step in turn in one process, and peak memory each in its own.
 
-    python -m tests.benchmarks.iteration [--prompts 4 --new 48 --threads 2 --steps 5]     (needs `make assets`)
+    python -m tests.benchmarks.iteration [--prompts 4 --new 64 --threads 2 --steps 5]     (needs `make assets`)
 
-Both sides train SmolLM2-135M in float32 on the same prompts in the same order (openings of film reviews, 4 responses
-each), with the same reward (sentiment), natural stops within --new tokens, temperature 1, no KL penalty, one AdamW step
-a batch at learning rate 1e-6. What they sample differs as random numbers do; tokens per step are told. TRL runs its
-GRPOTrainer as it is (transformers.generate, one padded batch, no gradient checkpointing, nothing saved); ours is
-`megarlhf grpo` on one rank, sampling from the training weights (residency.generator view), with its metrics, samples
-and tensorboard files. One more step of ours is profiled: what is neither forward, backward, optimizer, sampling nor
-communication is the framework's own time.
+Both sides train SmolLM2-135M in float32 on the same prompts in the same order (film reviews cut at lengths spread
+evenly over 8 to 64 tokens in every batch, as in rollout.py, 2 responses each), with the same reward (sentiment),
+natural stops within --new tokens, temperature 1, no KL penalty, one AdamW step a batch at learning rate 1e-6. What they
+sample differs as random numbers do; tokens per step are told. TRL runs its GRPOTrainer as it is (transformers.generate
+on one padded batch, 8 rows at once when it learns, no gradient checkpointing, nothing saved); ours is `megarlhf
+grpo` on one rank, sampling from the training weights (residency.generator view), with micro-batches of at most the
+tokens of TRL's 8 padded rows, and with its metrics, samples and tensorboard files. One more step of ours is profiled:
+what is neither forward, backward, optimizer, sampling nor communication is the framework's own time.
 """
 
 import argparse
@@ -28,15 +29,32 @@ from tests.benchmarks.report import Row, finish
 from tests.benchmarks.rounds import peak_bytes, peaks, spread
 
 MODEL = "assets/SmolLM2-135M-Instruct"
-PROMPTS = Path("assets/imdb_prompts.jsonl")
+TEXTS = Path("assets/imdb_demonstrations.jsonl")
+_TEXTS_A_PROMPT = 6
 LEARNING_RATE = 1e-6
-SAMPLES = 4
+SAMPLES = 2
+SHORTEST, LONGEST = 8, 64
+ROWS_AT_ONCE = 8
+"""TRL's default."""
 
 
 def prompts(options: argparse.Namespace) -> list[str]:
-    """Openings for all steps."""
-    count = options.prompts * (options.steps + 2)
-    return [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:count]]
+    """Texts for all steps. The lengths in tokens of those of one step are spread evenly, and not in order."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = [json.loads(line) for line in TEXTS.read_text().splitlines()]
+    texts = [row["prompt"] + row["response"] for row in rows] * 2
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(options.steps + 2):
+        lengths = torch.linspace(SHORTEST, LONGEST, options.prompts).round().int()
+        for length in lengths[torch.randperm(options.prompts, generator=random)].tolist():
+            at = len(found) % len(rows)
+            ids = tokenizer(" ".join(texts[at : at + _TEXTS_A_PROMPT])).input_ids[:length]
+            assert len(ids) == length, "the texts are long enough"
+            found.append(tokenizer.decode(ids))
+    return found
 
 
 def settings(options: argparse.Namespace, folder: str):
@@ -49,7 +67,11 @@ def settings(options: argparse.Namespace, folder: str):
     used = Path(folder) / "prompts.jsonl"
     used.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts(options)))
     return GRPORun(
-        actor=Actor(model=MODEL, optimizer=Optimizer(learning_rate=LEARNING_RATE, beta2=0.999)),
+        actor=Actor(
+            model=MODEL,
+            optimizer=Optimizer(learning_rate=LEARNING_RATE, beta2=0.999),
+            micro_batch_tokens=ROWS_AT_ONCE * (LONGEST + options.new),
+        ),
         reward=Reward(functions=("sentiment",)),
         algorithm=GRPO(kl_coef=0.0, loss_mean="token"),
         rollout=Rollout(batch_size=options.prompts, samples_per_prompt=SAMPLES, max_new_tokens=options.new),
@@ -94,7 +116,16 @@ def trl_trainer(options: argparse.Namespace):
         return sentiment(prompts, completions, [{} for _ in prompts])
 
     rows = options.prompts * SAMPLES
-    return trainer(rows, options.new, reward, prompts(options), max_steps=options.steps + 1)
+    at_once = min(rows, ROWS_AT_ONCE)
+    return trainer(
+        at_once,
+        options.new,
+        reward,
+        prompts(options),
+        num_generations=SAMPLES,
+        gradient_accumulation_steps=rows // at_once,
+        max_steps=options.steps + 1,
+    )
 
 
 def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[int]], list[dict]]:
@@ -159,9 +190,10 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4, help="per step")
-    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="that count; one before them does not")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory_of", choices=("ours", "TRL"), help="only print the peak memory of one side")
     options = parser.parse_args()
@@ -171,18 +203,20 @@ def main() -> None:
     if options.memory_of:
         print(alone(options.memory_of, options))
         return
+    sides = ("ours", "TRL")
     words = [f"--{name}={getattr(options, name)}" for name in ("prompts", "new", "threads")]
-    memory = peaks("tests.benchmarks.iteration", [*words, "--steps=2"], ("ours", "TRL"))
+    memory = peaks("tests.benchmarks.iteration", [*words, "--steps=2"], sides if options.memory else ())
     seconds, tokens, costs = measured(options)
-    ours, peer = (median(seconds[name]) for name in ("ours", "TRL"))
+    ours, peer = (median(seconds[name]) for name in sides)
     note = (
         f"{spread(seconds['ours'])} against {spread(seconds['TRL'])} a step, of {options.prompts * SAMPLES} responses "
         f"with {median(tokens['ours']):.0f} against {median(tokens['TRL']):.0f} tokens"
     )
-    gib = f"{memory['ours'] / 2**30:.2f} against {memory['TRL'] / 2**30:.2f} GiB, each alone in a process"
     unit = "x TRL's GRPOTrainer"
     rows = [Row("GRPO step", ours / peer, unit, "<= 0.6", note)]
-    rows.append(Row("GRPO step, peak memory", memory["ours"] / memory["TRL"], unit, "<= 1.0", gib))
+    if memory:
+        gib = f"{memory['ours'] / 2**30:.2f} against {memory['TRL'] / 2**30:.2f} GiB, each alone in a process"
+        rows.append(Row("GRPO step, peak memory", memory["ours"] / memory["TRL"], unit, "<= 1.0", gib))
     finish(rows + framework(costs), options.json)
 
 
