@@ -85,14 +85,27 @@ def require_valid(model: str, settings: EvalRun, world_size: int) -> None:
     if settings.rm and is_cut:
         violations += _judge_violations(settings)
     violations += _source_violations(settings)
-    if settings.result and not Path(settings.result).absolute().parent.is_dir():
-        violations.append(f"--result: folder {Path(settings.result).absolute().parent} does not exist; make it first")
+    violations += _result_violations(settings)
     if settings.micro_batch_tokens < 1:
         violations.append(f"--micro_batch_tokens {settings.micro_batch_tokens}: use 1 or more")
     if settings.tie_margin < 0:
         violations.append(f"--tie_margin {settings.tie_margin}: use 0 or more")
     if violations:
         raise ConfigError(violations)
+
+
+def _result_violations(settings: EvalRun) -> list[str]:
+    """What would be found out only once everything is sampled and scored."""
+    place = Path(settings.result).resolve()
+    if not settings.result:
+        return []
+    if not place.parent.is_dir():
+        return [f"--result: folder {place.parent} does not exist; make it first"]
+    if place.is_dir():
+        return [f"--result: {place} is a folder; name a file"]
+    if settings.out and place == Path(settings.out).resolve():
+        return [f"--result: {place} is --out too; name another file"]
+    return []
 
 
 def _judge_violations(settings: EvalRun) -> list[str]:

@@ -31,18 +31,28 @@ def main(argv: Sequence[str]) -> int:
 
     device.prepare()
     from megarlhf.checkpoints.capsule import CONFIG, capsule_folder, read_capsule, what_there_is
-    from megarlhf.loop.replay import heading, is_everywhere, line, recorded_ranks, replay, replay_plan, start_folder
+    from megarlhf.loop.replay import (
+        heading,
+        is_everywhere,
+        line,
+        recorded_ranks,
+        replay,
+        replay_plan,
+        require_whole,
+        start_folder,
+    )
     from megarlhf.loop.replay import verdict as last_line
     from megarlhf.loop.roles import roles
 
     if not options.step:
         raise ConfigError(f"--step: not given; {what_there_is(folder)}")
     capsule = read_capsule(folder, options.step)
+    require_whole(capsule)
     start, command = start_folder(capsule, folder), capsule.about["command"]
     config = capsule_folder(folder, options.step) / CONFIG
     settings, violations = load_leniently(COMMANDS[command], config, others, "megarlhf replay RUN_DIR")
     if options.layout == "recorded":
-        layout, num_ranks = None, recorded_ranks(capsule, settings)
+        layout, num_ranks = None, recorded_ranks(capsule)
     else:
         layout, num_ranks = parse_layout(options.layout or "tp1") or (None, 0)
     violations += replay_violations(options, num_ranks)

@@ -31,9 +31,10 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
-    def numbers(self, name: str) -> dict[str, float]:
-        """For programs."""
-        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+    def numbers(self, name: str) -> dict[str, float | None]:
+        """For programs; JSON has no NaN."""
+        found = {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+        return {key: None if math.isnan(value) else value for key, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ class Answered:
         return float(self.batch.finished.double().mean())
 
 
-def table(models: Sequence[Answered], tie_margin: float) -> tuple[str, dict[str, int | float | str]]:
+def table(models: Sequence[Answered], tie_margin: float) -> tuple[str, dict[str, int | float | str | None]]:
     """What to read, and the same as numbers."""
     lines = [
         f"{'model':28} {'mean score, 95 % interval':29}  {'tokens':>7}  {'ended':>7}",
         *(one.row for one in models),
     ]
-    numbers: dict[str, int | float | str] = {}
+    numbers: dict[str, int | float | str | None] = {}
     for one, name in zip(models, ("", "other_"), strict=False):
         numbers |= {f"{name}model": one.name, **mean_interval(one.scores.mean(1)).numbers(f"{name}score")}
         numbers |= {f"{name}tokens": one.length, f"{name}ended": one.ended}

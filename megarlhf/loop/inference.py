@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarlhf import launcher
 from megarlhf.config.answers import Answers
@@ -33,7 +33,8 @@ class Summary:
     """What a command did, for people and for programs."""
 
     sentence: str
-    numbers: Mapping[str, int | float | str]
+    numbers: Mapping[str, Any]
+    """Plain values; None for what is no number."""
 
     def text(self, as_json: bool) -> str:
         """One line."""

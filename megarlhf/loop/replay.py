@@ -6,6 +6,7 @@ its cause. Only the updates of a step build on each other.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from megarlhf.algorithms.catalogue import ALGORITHMS
 from megarlhf.checkpoints.capsule import Capsule
 from megarlhf.checkpoints.discovery import checkpoint_at
 from megarlhf.checkpoints.load import Checkpoint
-from megarlhf.config.check import layouts
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.filled import filled
 from megarlhf.config.replay import Tolerances
@@ -24,6 +24,7 @@ from megarlhf.errors import CheckpointError
 from megarlhf.loop.keeper import Keeper
 from megarlhf.loop.offline import build_offline
 from megarlhf.loop.online import build_online
+from megarlhf.loop.preflight import machine_violations
 from megarlhf.loop.roles import architectures, roles
 from megarlhf.loop.run import Run
 from megarlhf.loop.stopping import Stopping
@@ -36,6 +37,8 @@ from megarlhf.weights.local_map import hf_shapes
 from megarlhf.weights.sketch import distances
 
 _UNIT = {"logp_start": "nats", "logp_reference": "nats", "entropy": "nats"}
+_TOLD = ("start", "num_rows", "num_ranks", "state", "learning_rates", "updates", "weights_before", "weights_after")
+"""What a capsule's file must tell, beside the command."""
 _CREDIT = ("reward", "token_reward", "advantage", "target")
 
 
@@ -57,8 +60,8 @@ class Compared:
 
     @property
     def numbers(self) -> dict[str, object]:
-        """For programs."""
-        return {**vars(self), "passed": self.passed}
+        """For programs; the gap is None where it is no number, or endless."""
+        return {**vars(self), "gap": self.gap if isfinite(self.gap) else None, "passed": self.passed}
 
 
 @dataclass(frozen=True)
@@ -74,19 +77,26 @@ class Recorded:
 
 
 def replay_plan(settings: AnyRun, num_ranks: int, command: str) -> list[str]:
-    """What is wrong with the settings, for so many ranks; the folder that they name is not looked at."""
-    found = setting_violations(settings, num_ranks, command)
+    """What is wrong with the settings, for so many ranks of this machine; their folder is not looked at."""
+    found = setting_violations(settings, num_ranks, command) + machine_violations(settings)
     cast = {name: role for name, role in roles(settings).items() if name != "generator"}
     for name, architecture in architectures({name: role for name, role in cast.items() if role.folder}, found).items():
         found += layout_violations(architecture, cast[name].layout, cast[name].setting)
     return list(dict.fromkeys(found))
 
 
-def recorded_ranks(capsule: Capsule, settings: AnyRun) -> int:
-    """The number of ranks that the run had, which its layouts fit."""
-    num_ranks = int(capsule.about["num_ranks"])
-    assert all(num_ranks % layout.model_ranks == 0 for layout in layouts(settings).values())
-    return num_ranks
+def require_whole(capsule: Capsule) -> None:
+    """Raises CheckpointError where the capsule's file lacks something that a replay reads."""
+    lacking = [name for name in _TOLD if name not in capsule.about]
+    command = capsule.about.get("command")
+    if lacking or command not in ALGORITHMS:
+        what = f"it lacks {', '.join(lacking)}" if lacking else f"{command!r} is no training command"
+        raise CheckpointError(f"the capsule of step {capsule.step} is damaged: {what}; choose another step")
+
+
+def recorded_ranks(capsule: Capsule) -> int:
+    """The number of ranks that the run had."""
+    return int(capsule.about["num_ranks"])
 
 
 def start_folder(capsule: Capsule, run_folder: Path) -> Path | None:

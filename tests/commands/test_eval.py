@@ -120,6 +120,8 @@ def test_intervals_of_known_figures():
     assert share_interval(1.0, 10).low == pytest.approx(0.7225, abs=1e-4)
     found = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert (found.mean, found.high) == (2.5, pytest.approx(2.5 + 1.96 * 1.2910 / 2, abs=1e-3))
+    alone = mean_interval(torch.tensor([2.0])).numbers("score")
+    assert alone == {"score": 2.0, "score_low": None, "score_high": None}, "JSON has no NaN"
     close = duel(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.1], [0.0]]), tie_margin=0.2)
     assert (close.wins, close.ties, close.losses, close.win_rate.mean) == (0.5, 0.5, 0.0, 0.75)
 
@@ -130,5 +132,8 @@ def test_what_is_wrong_is_told_at_once(folder, tmp_path):
     told = "\n".join(error.value.violations)
     for words in ("--prompts: not given", "OTHER_DIR: ", "--rm: ", "has no score head", "--functions: "):
         assert words in told, told
+    for result, words in ((tmp_path, "is a folder"), (tmp_path / "out.jsonl", "is --out too")):
+        with pytest.raises(ConfigError, match=f"--result: .* {words}"):
+            require_valid(str(folder / "one"), settings(folder, tmp_path, functions=("f:g",), result=str(result)), 1)
     with pytest.raises(ConfigError, match="neither --rm nor --functions is given"):
         require_valid(str(folder / "one"), settings(folder, tmp_path), 1)

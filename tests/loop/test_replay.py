@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarlhf.checkpoints.capsule import Capsule
 from megarlhf.commands.replay import main
 from megarlhf.config.algorithms import PPO
 from megarlhf.config.layout import Layout
 from megarlhf.config.replay import Replay, in_layout, tolerances
 from megarlhf.config.settings import Actor, Data, PPORun, Reward, Rollout, Run
+from megarlhf.device.transformer_engine import Machine
 from megarlhf.errors import CheckpointError, ConfigError
+from megarlhf.loop.replay import Compared, replay_plan, require_whole
+from megarlhf.records.experience import Experience
 from tests.distributed.pool import run_on_ranks
 from tests.learning.toy import train
 from tests.loop.test_resume import FAST, dpo, grpo, rm, sft, toy
+from tests.tiny import write_llama
 
 __all__ = ["toy"]  # the fixture
 TP2 = Layout(tp=2, sp=True)
@@ -153,6 +158,37 @@ def test_what_is_wrong_with_the_flags_is_told_at_once(run_folder):
         assert words in told, told
     with pytest.raises(ConfigError, match="--layout: 'tq2' is no layout"):
         main([str(run_folder), "--step", "2", "--layout", "tq2"])
+
+
+def test_ranks_that_do_not_fit_and_a_machine_without_te_are_told(tmp_path, monkeypatch):
+    write_llama(tmp_path / "actor")
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls(None, None)))
+    actor = Actor(model=str(tmp_path / "actor"), train=Layout(tp=4), layers="te")
+    told = "\n".join(replay_plan(PPORun(actor=actor), 2, "replay"))
+    assert "actor.train: tp 4 * pp 1 * cp 1 = 4 ranks hold one copy of the model, which does not divide the 2" in told
+    assert "actor.layers: te needs Transformer Engine, which is not installed" in told
+
+
+def test_a_capsule_that_lacks_something_is_damaged():
+    nothing = Experience.from_completions(
+        [[5]], [[8]], [[-0.5]], row_id=[3], group=[0], finished=[True], prompts=["a"], responses=["b"], metadata=[{}]
+    )
+    about = dict.fromkeys(
+        ("start", "num_rows", "num_ranks", "state", "learning_rates", "updates", "weights_before", "weights_after")
+    )
+    require_whole(Capsule(2, nothing, nothing, about | {"command": "reinforce++"}, ""))
+    with pytest.raises(CheckpointError, match="step 2 is damaged: 'sing' is no training command"):
+        require_whole(Capsule(2, nothing, nothing, about | {"command": "sing"}, ""))
+    del about["start"]
+    with pytest.raises(CheckpointError, match="step 2 is damaged: it lacks start"):
+        require_whole(Capsule(2, nothing, nothing, about | {"command": "ppo"}, ""))
+
+
+def test_a_gap_that_is_no_number_is_null_in_json():
+    for gap in (float("nan"), float("inf")):
+        numbers = Compared("value", gap, 1e-4, "", "the run had none").numbers
+        assert (numbers["gap"], numbers["passed"]) == (None, False)
+    assert Compared("value", 0.5, 1.0, "", "row 1").numbers["gap"] == 0.5
 
 
 @pytest.mark.slow
