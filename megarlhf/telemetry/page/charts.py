@@ -129,7 +129,7 @@ def memory_of_stages(run: RunRecord) -> Chart | None:
         axes.scatter(peaks, range(len(last)), marker="|", s=160, color="black", label="peak")
         axes.invert_yaxis()
         axes.set_xlabel("GiB over all ranks")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
 
     return Chart("Memory of the last step's stages", drawn(draw))
 
