@@ -104,7 +104,10 @@ def _help(summaries: dict[str, str]) -> str:
     lines = []
     for purpose, names in (_PURPOSES | ({"more": tuple(left)} if left else {})).items():
         lines += ["", f"{purpose}:"]
-        lines += [f"  {name:{width}}  {summaries[name].partition(': ')[0]}" for name in names if name in summaries]
+        shown = [name for name in names if name in summaries]
+        lines += [
+            f"  {name.replace('-plus-plus', '++'):{width}}  {summaries[name].partition(': ')[0]}" for name in shown
+        ]
     return "\n".join(
         [
             "usage: megarlhf COMMAND ...",
