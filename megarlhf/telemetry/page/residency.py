@@ -60,7 +60,7 @@ def moved(run: RunRecord) -> Chart | None:
         axes.invert_yaxis()
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel("GiB over all ranks, before the stage")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 
     return Chart("What is moved, and how long it takes", drawn(draw, _height(len(rows))))
 
