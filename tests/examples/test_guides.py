@@ -150,8 +150,8 @@ def test_the_algorithm_of_the_guide_learns_the_toy_task(tmp_path):
             max_slots=32,
         ),
         data=Data(prompts=str(tmp_path / "prompts.jsonl"), max_prompt_tokens=8),
-        run=Run(dir=str(tmp_path / "run"), steps=15, tensorboard=False),
+        run=Run(dir=str(tmp_path / "run"), steps=30, tensorboard=False),
     )
     run_on_ranks(2, train_as_the_guide_says, tmp_path, settings)
     scores = [row["objective/scores"] for row in metrics(tmp_path / "run")]
-    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.2
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.3
