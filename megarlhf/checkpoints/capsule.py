@@ -109,7 +109,10 @@ def prune_capsules(run_folder: Path, keep: int, checkpoints: Sequence[int]) -> N
     steps = capsule_steps(run_folder)
     for step in steps:
         folder = capsule_folder(run_folder, step)
-        start = read_json_object(folder / _ABOUT, "remove it").get("start", "")
+        try:
+            start = str(read_json_object(folder / _ABOUT, "remove it").get("start", ""))
+        except CheckpointError:  # damaged by hand: a run does not end for it, and replay tells it
+            start = ""
         is_gone = bool(start) and not Path(start).is_absolute() and step - 1 not in checkpoints
         if is_gone or step not in steps[-keep:]:
             shutil.rmtree(folder)

@@ -20,6 +20,7 @@ from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.scorer import LogprobScorer
+from megarlhf.errors import ConfigError
 from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.profiling import stage_label
 from megarlhf.loop.remote import remote_reference
@@ -63,6 +64,7 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     examples = how.read(settings.data, tokenizer, "data")
     order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)
     num_steps = order.steps_of(settings.data.epochs)
+    _check_profiled(settings, num_steps)
     model = Workshop(world_size, settings.run.seed).model(role)
     residency = residency_of(settings)
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
@@ -90,6 +92,15 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         followers=followers,
         measure=_measure(settings, how, examples, tokenizer, model) if isinstance(settings, RewardModelRun) else None,
     )
+
+
+def _check_profiled(settings: OfflineRun, num_steps: int) -> None:
+    """Raises ConfigError where a step is to be profiled that a run over these rows never does."""
+    if too_late := [step for step in settings.run.profile if step > num_steps]:
+        raise ConfigError(
+            f"run.profile: step {too_late[0]} is beyond the {num_steps} that data.epochs {settings.data.epochs} and "
+            f"data.batch_size {settings.data.batch_size} make of the rows; choose steps from 1 to {num_steps}"
+        )
 
 
 def _measure(

@@ -70,3 +70,6 @@ def test_the_latest_are_kept_for_as_long_as_they_can_be_replayed(tmp_path):
     assert capsule_steps(tmp_path) == [3, 5, 6]
     prune_capsules(tmp_path, 3, [4])
     assert capsule_steps(tmp_path) == [5, 6]
+    (capsule_folder(tmp_path, 5) / "capsule.json").write_text("cut o")
+    prune_capsules(tmp_path, 3, [4])
+    assert capsule_steps(tmp_path) == [5, 6], "a damaged one ends no run"

@@ -14,6 +14,7 @@ from megarlhf.config.corpus import Corpus, Negatives
 from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import CorpusRun, Reference, RewardTrainee, Trainee
 from megarlhf.data import corpus
+from megarlhf.errors import ConfigError
 from megarlhf.loop.offline import build_offline, reading
 from megarlhf.telemetry.report import Reporter
 from tests.learning.toy import ANSWER_TOKENS, answer, metrics, random_prompt, train, write_rows
@@ -66,6 +67,14 @@ def test_sft_reads_answers_alone_and_ends_with_its_epochs(root):
     assert run.num_steps == 2 * ROWS // 4 and not run.scorers and list(run.learners) == ["actor"]
     batch = run.next_batch(0)
     assert batch.num_rows == 4 and batch.mask.sum(1).tolist() == 4 * [ANSWER_TOKENS + 1], "the end token is learned too"
+
+
+def test_a_step_to_profile_beyond_the_rows_is_refused(root):
+    given = of(root, "shown")
+    settings = SFTRun(actor=model(root), data=given["data"], run=replace(given["run"], profile=(2, 99)))
+    last = 2 * ROWS // 4
+    with pytest.raises(ConfigError, match=f"run.profile: step 99 is beyond the {last} .*choose steps from 1 to {last}"):
+        built(settings, "sft")
 
 
 def test_only_what_the_loss_reads_is_scored(root):

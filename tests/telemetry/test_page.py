@@ -119,6 +119,8 @@ def test_gaps_skipped_updates_and_numbers_that_are_not_finite(tmp_path):
 def test_a_folder_without_a_step_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no steps in metrics\.jsonl; give the folder \(run\.dir\)"):
         read_run(tmp_path)
+    with pytest.raises(DataError, match=r"nowhere: no such folder; give the folder \(run\.dir\)"):
+        read_run(tmp_path / "nowhere")
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("not json\n")

@@ -43,11 +43,13 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Reads a run folder. Raises DataError when it holds no step, or a line that is not one of ours.
+    """Reads a run folder. Raises DataError when there is none, it holds no step, or a line that is not one of ours.
 
     A last line that was cut off in the middle (the run goes on, or was killed) is left out.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; give the folder (run.dir) of a run that has done a step")
     steps = _lines(folder / "metrics.jsonl")
     if not steps:
         raise DataError(f"{folder}: no steps in metrics.jsonl; give the folder (run.dir) of a run that has done a step")
