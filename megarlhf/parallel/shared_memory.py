@@ -20,13 +20,9 @@ def open_boxes(group: dist.ProcessGroup, num_bytes: int) -> list[torch.Tensor] |
     path = _make_box(num_bytes)
     try:
         paths = _told(group, (socket.gethostname(), path))
-        hosts = {host for host, _ in paths}
-        can_open = len(hosts) == 1 and all(each is not None and each.exists() for _, each in paths)
-        if not all(_told(group, can_open)):
-            return None
-        boxes = [torch.from_file(str(each), shared=True, size=num_bytes, dtype=torch.uint8) for _, each in paths]
-        dist.barrier(group)  # all have opened them: nobody needs their names any more
-        return boxes
+        boxes = _mapped([each for _, each in paths], num_bytes) if len({host for host, _ in paths}) == 1 else None
+        # Once all have said so, all have mapped them, and nobody needs their names any more.
+        return boxes if all(_told(group, boxes is not None)) else None
     finally:
         if path is not None:
             path.unlink()
@@ -46,6 +42,16 @@ def _make_box(num_bytes: int) -> Path | None:
     finally:
         os.close(descriptor)
     return Path(name)
+
+
+def _mapped(paths: list[Path | None], num_bytes: int) -> list[torch.Tensor] | None:
+    """All boxes, by rank; None where this rank cannot have them all."""
+    if not all(path is not None and path.exists() for path in paths):
+        return None
+    try:
+        return [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+    except RuntimeError:
+        return None
 
 
 def _told(group: dist.ProcessGroup, word) -> list:

@@ -32,3 +32,20 @@ def test_all_read_what_each_has_written_and_no_file_stays():
 
 def test_without_room_no_rank_has_boxes():
     assert run_on_ranks(2, boxes_on_rank, 2**60) == [None, None]
+
+
+def boxes_where_one_cannot_map(rank: int, world_size: int):
+    """Without boxes, as the last rank is refused its mapping."""
+    from unittest.mock import patch
+
+    import torch
+
+    from megarlhf.parallel.shared_memory import open_boxes
+
+    refused = RuntimeError("unable to mmap") if rank == world_size - 1 else None
+    with patch.object(torch, "from_file", side_effect=refused, wraps=torch.from_file):
+        return open_boxes(dist.group.WORLD, 4096)
+
+
+def test_where_one_rank_cannot_map_none_has_boxes_and_none_waits():
+    assert run_on_ranks(2, boxes_where_one_cannot_map) == [None, None]
