@@ -20,8 +20,9 @@ def command_of(words: Sequence[str], asker: str) -> str:
     fitting = [name for name, found in wrong.items() if not found]
     if len(fitting) > 1:
         recipe = " ".join(files) or "FILE.yaml"
+        likely = next((name for name in fitting if any(name in Path(file).stem for file in files)), fitting[0])
         raise ConfigError(
-            f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {fitting[0]} {recipe}"
+            f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {likely} {recipe}"
         )
     return min(wrong, key=lambda name: len(wrong[name]))
 

@@ -187,11 +187,12 @@ def test_the_command_is_found_by_the_settings_it_takes():
     assert command_of([str(ROOT / "examples/recipes/llama3.1_70b/ppo.yaml")], "plan") == "ppo"
 
 
-def test_settings_that_several_commands_take_need_its_name(tmp_path, capsys):
-    file = tmp_path / "some.yaml"
+@pytest.mark.parametrize(("name", "likely"), [("some", "ppo"), ("grpo", "grpo"), ("my_kto", "kto")])
+def test_settings_that_several_commands_take_need_its_name(tmp_path, capsys, name, likely):
+    file = tmp_path / f"{name}.yaml"
     file.write_text("actor: {model: m}\n")
     assert main(["plan", str(file)]) == 2
-    assert "say which: megarlhf plan ppo" in capsys.readouterr().err
+    assert f"say which: megarlhf plan {likely} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
