@@ -6,11 +6,13 @@ reads the output any more (`| head`).
 
 import contextlib
 import difflib
+import gc
 import importlib
 import logging
 import os
 import select
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from megarlhf import __version__
 from megarlhf.commands import command_summaries
 from megarlhf.errors import ConfigError, MegarlhfError, Requeue
-from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, exit_code
+from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, INTERRUPTED, exit_code
 
 _PURPOSES = {
     "train, by a recipe": ("sft", "rm", "ppo", "grpo", "rloo", "reinforce-plus-plus", "dpo", "kto"),
@@ -28,7 +30,6 @@ _PURPOSES = {
     "your shell": ("completion",),
 }
 """The order in which help lists the commands."""
-INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 _LET_FIRST_S = 20
 
@@ -78,7 +79,15 @@ def run() -> None:
         sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
+    _remove_temporary_folders()
     os._exit(code)
+
+
+def _remove_temporary_folders() -> None:
+    """What packages meant to keep until the interpreter's end: wandb, which megatron-core imports, makes two."""
+    for found in [value for value in gc.get_objects() if type(value) is tempfile.TemporaryDirectory]:
+        with contextlib.suppress(OSError):
+            found.cleanup()
 
 
 def _dispatch(words: list[str]) -> int:

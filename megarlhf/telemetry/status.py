@@ -9,16 +9,20 @@ from pathlib import Path
 
 from megarlhf.errors import CheckpointError, ConfigError, DataError, Requeue
 
-DONE, FAILED, BAD_INPUT, REQUEUE = 0, 1, 2, 75
-"""Exit codes; 75 is what sysexits.h calls a temporary failure: start the same command again."""
+DONE, FAILED, BAD_INPUT, REQUEUE, INTERRUPTED = 0, 1, 2, 75, 130
+"""Exit codes; 75 is what sysexits.h calls a temporary failure: start the same command again. 130 is a shell's word for
+Ctrl-C."""
 
 _log = logging.getLogger(__name__)
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what a user's settings or input can mend, 75 for a run to be started again, 1 for every other failure."""
+    """2 for what a user's settings or input can mend, 75 for a run to be started again, 130 for Ctrl-C, 1 for every
+    other failure."""
     if isinstance(error, Requeue):
         return REQUEUE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return BAD_INPUT if isinstance(error, ConfigError | DataError | CheckpointError) else FAILED
 
 

@@ -174,5 +174,33 @@ def test_an_interrupted_torchrun_leaves_no_rank_behind(recipe, tmp_path):
     assert read_status(folder)[0] not in (0, None)
 
 
+def test_an_interrupted_process_ends_at_once_and_leaves_nothing_behind(recipe, tmp_path):
+    """One process without a launcher, in a reward function that would take ten minutes."""
+    folder, log, temporary = tmp_path / "run", tmp_path / "log", tmp_path / "temporary"
+    temporary.mkdir()
+    words = ["--actor.train.pp", "1", "--reward.functions", "tests.loop.plugin:asleep", "--run.dir", str(folder)]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarlhf", "ppo", str(recipe), *words],
+            stdout=file,
+            stderr=file,
+            env=os.environ | here() | {"TMPDIR": str(temporary)},
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
+    try:
+        await_steps(folder, lambda: process.poll() is None, log.read_text)
+        time.sleep(1)  # the fourth step has come
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(10) == 130
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert log.read_text().endswith("\nmegarlhf: error: interrupted\n"), log.read_text()
+    assert read_status(folder) == (130, "interrupted")
+    assert not list(temporary.iterdir())
+
+
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -24,10 +24,15 @@ def test_what_a_user_can_mend_is_code_two(tmp_path, kind):
     assert code == 2 and "actor.train.tp: 3 does not divide 8 heads" in reason
 
 
-@pytest.mark.parametrize("error", [RewardError("x"), TrainingError("x"), ZeroDivisionError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RewardError("x"), TrainingError("x"), ZeroDivisionError("x")])
 def test_every_other_failure_is_code_one(tmp_path, error):
     fail(tmp_path, 0, error)
     assert read_status(tmp_path)[0] == exit_code(error) == 1
+
+
+def test_an_interrupt_has_the_code_that_a_shell_gives_it(tmp_path):
+    fail(tmp_path, 0, KeyboardInterrupt())
+    assert read_status(tmp_path) == (130, "interrupted")
 
 
 def test_all_violations_are_the_reason(tmp_path):
