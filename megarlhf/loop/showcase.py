@@ -56,6 +56,7 @@ def ending(before: list[dict], after: list[dict], folder: Path, memory: Sequence
     `is_policy`: the exported model generates.
     """
     lines: list[str] = []
+    boards = ", tensorboard/" * (folder / "tensorboard").is_dir()
     for old, new in zip(before, after, strict=True):
         lines += ["", f"  {_line(old['prompt'])}"]
         lines += [f"    before {old['score']:+.3f}  {_line(old['response'])}"]
@@ -63,7 +64,7 @@ def ending(before: list[dict], after: list[dict], folder: Path, memory: Sequence
     lines += ["", "memory of the last step, over all ranks:", table(memory)] if memory else []
     lines += [
         "",
-        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, memory.jsonl, status.json, tensorboard/)",
+        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, memory.jsonl, status.json{boards})",
         f"exported model:  {folder / 'hf'}  (a Hugging Face folder)",
     ]
     lines += [f"chat with it:    megarlhf chat {folder / 'hf'}"] if is_policy else []
