@@ -31,7 +31,8 @@ def single_rank() -> tuple[int, int]:
     return device.join_world()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def world(single_rank):
-    """The process group of the test process alone."""
+    """The process group of the test process alone; a new one where a test before has left the last."""
+    device.join_world()
     return torch.distributed.group.WORLD
