@@ -12,6 +12,7 @@ from megarlhf.checkpoints.discovery import found_steps, step_folder, whole_check
 from megarlhf.checkpoints.manifest import read_manifest, require_intact
 from megarlhf.checkpoints.save import STATE_NAME
 from megarlhf.errors import CheckpointError
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.weights.boxes import Box, move, num_elements, shape_of, slices
 from megarlhf.weights.torch_dist import TorchDistFolder
 
@@ -96,6 +97,4 @@ def intact_together(folder: Path, group: dist.ProcessGroup) -> list[str]:
         require_intact(folder, read_manifest(folder).files[dist.get_rank(group) :: group.size()])
     except CheckpointError as error:
         problem = str(error)
-    everyone: list[str | None] = [None] * group.size()
-    dist.all_gather_object(everyone, problem, group=group)
-    return list(dict.fromkeys(text for text in everyone if text))
+    return list(dict.fromkeys(text for text in gather_objects(problem, group) if text))

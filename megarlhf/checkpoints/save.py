@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarlhf.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest, record_of
 from megarlhf.checkpoints.shards import NamedBox
 from megarlhf.errors import CheckpointError
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.weights.agree import raise_together
 from megarlhf.weights.partial import partial_of, to_disk
 from megarlhf.weights.torch_dist import CHECKPOINT_FORMAT, METADATA_NAME, Block, TorchDistFolder, aligned, write_table
@@ -75,8 +76,7 @@ class PendingSave:
         is_first = dist.get_rank(self._group) == 0
         try:
             raise_together(problem, self._group)
-            everyone: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(everyone, written[0], group=self._group)
+            everyone = gather_objects(written[0], self._group)
             raise_together(_attempt(lambda: self._complete(everyone)) if is_first else None, self._group)
         except CheckpointError:
             if is_first:

@@ -3,9 +3,9 @@
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
+from megarlhf.config.flags import divided
 from megarlhf.config.load import load, load_leniently
 from megarlhf.config.replay import Replay, in_layout, replay_violations, tolerances
 from megarlhf.config.runs import COMMANDS
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     """
     as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
     folder = Path(words.pop(0)) if words and not words[0].startswith("-") else None
-    own, others = _divided(words)
-    options = load(Replay, None, own, "megarlhf replay RUN_DIR")
+    stray, own, others = divided(words, Replay)
+    options = load(Replay, None, stray + own, "megarlhf replay RUN_DIR")
     if folder is None:
         raise ConfigError("RUN_DIR: not given; name a run folder: megarlhf replay RUN_DIR --step N")
     from megarlhf import device
@@ -80,17 +80,3 @@ def main(argv: Sequence[str]) -> int:
     scratch.cleanup()
     device.leave_world()
     return DONE if passed else FAILED
-
-
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own flags with their values, and those of the run's settings."""
-    names = {f"--{field.name}" for field in fields(Replay)}
-    own: list[str] = []
-    others: list[str] = []
-    place = own
-    for word in words:
-        if word.startswith("--"):
-            is_own = word in ("--help",) or word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names
-            place = own if is_own else others
-        place.append(word)
-    return own, others

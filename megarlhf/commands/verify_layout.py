@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.command import load_for
+from megarlhf.config.flags import divided
 from megarlhf.config.load import load
 from megarlhf.config.runs import COMMANDS
 from megarlhf.config.verification import Verification
@@ -22,12 +22,10 @@ def main(argv: Sequence[str]) -> int:
     """
     as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
     command = words.pop(0) if words and words[0] in COMMANDS else "ppo"
-    own, others = _divided(words)
+    files, own, others = divided(words, Verification)
     prog = f"megarlhf verify-layout {command} FILE.yaml"
-    if "--help" in others or "-h" in others:
-        own, others = ["--help"], []
     options = load(Verification, None, own, prog)
-    settings, violations = load_for(command, others, prog)
+    settings, violations = load_for(command, files + others, prog)
     violations += setting_violations(settings)
     from megarlhf import device
 
@@ -56,16 +54,3 @@ def main(argv: Sequence[str]) -> int:
     if is_table:
         print(f"{len(found)} compared, {num_failed} differ" if num_failed else f"{len(found)} compared, all agree")
     return FAILED if num_failed else DONE
-
-
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own flags with their values, and the rest: the recipe and its flags."""
-    names = {f"--{field.name}" for field in fields(Verification)}
-    own: list[str] = []
-    others: list[str] = []
-    place = others
-    for word in words:
-        if word.startswith("--"):
-            place = own if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names else others
-        place.append(word)
-    return own, others

@@ -32,6 +32,26 @@ def parse_flags(settings: Any, argv: Sequence[str], prog: str) -> tuple[dict, li
     return _given(filled, type(settings)), _flags_only(unknown)
 
 
+def divided(words: Sequence[str], options: type) -> tuple[list[str], list[str], list[str]]:
+    """(words before the first flag, flags of the dataclass `options` with their values, other flags with theirs).
+
+    For commands that have flags beside those of a recipe. Help is asked of the command.
+    """
+    names = {f"--{one.name}" for one in fields(options)}
+    first: list[str] = []
+    own: list[str] = []
+    others: list[str] = []
+    place = first
+    for word in words:
+        if word in ("-h", "--help"):
+            own.append(word)
+            continue
+        if word.startswith("--"):
+            place = own if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names else others
+        place.append(word)
+    return first, own, others
+
+
 def _mirror(cls: type, settings: Any) -> type:
     columns = []
     for setting in settings_of(cls):

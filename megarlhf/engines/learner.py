@@ -26,6 +26,7 @@ from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
 from megarlhf.models.precision.linear import advance_scales
 from megarlhf.parallel.groups import seed_dropout
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Metric, merge_metrics, metric_vectors, metrics_from_vectors
 from megarlhf.records.packing import PackedRows
@@ -155,10 +156,8 @@ class Learner:
 
     def _report_skipped(self, norm: float) -> None:
         """Says which rows had no finite loss; raises TrainingError on all ranks after too many skips in a row."""
-        everyone: list[list[int] | None] = [None] * self.model.groups.world_size
         mine = [row for loss, rows in self._losses if not math.isfinite(float(loss)) for row in rows]
-        dist.all_gather_object(everyone, mine, group=self.model.groups.world)
-        rows = sorted({row for found in everyone if found for row in found})
+        rows = sorted({row for found in gather_objects(mine, self.model.groups.world) for row in found})
         where = (
             f"the loss is not finite in micro-batches with the rows {rows[:16]} of the data" if rows else
             "every loss is finite, a gradient overflowed"

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megarlhf.checkpoints.load import Checkpoint
 from megarlhf.checkpoints.shards import NamedBox, named_boxes, speakers, wanted_boxes
@@ -22,6 +21,7 @@ from megarlhf.models.precision import te
 from megarlhf.models.precision.linear import named_states
 from megarlhf.models.precision.recipe import History
 from megarlhf.parallel.grid import Coordinates
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.residency.average import Average
 from megarlhf.weights.adapters import adapter_map, adapter_shapes
 from megarlhf.weights.boxes import Box, LocalTensor
@@ -190,10 +190,9 @@ def _restore_scales(learner: Learner, saved: Mapping[str, Sequence]) -> None:
 
 def learner_numbers(learner: Learner) -> dict[str, Any]:
     """Counters of a learner, and the scales of delayed FP8 scaling. Collective over the world."""
-    scales: list[dict | None] = [None] * learner.model.groups.world_size
     mine: dict[str, list] = {name: [history.scale, history.largest] for name, history in _histories(learner)}
     mine |= {name: [tensor.tolist() for tensor in tensors] for name, tensors in _te_scales(learner)}
-    dist.all_gather_object(scales, mine, group=learner.model.groups.world)
+    scales = gather_objects(mine, learner.model.groups.world)
     return {
         "fp8": {name: value for found in scales for name, value in found.items()},
         "updates": learner.num_updates,

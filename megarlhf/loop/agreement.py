@@ -15,6 +15,7 @@ from megarlhf.config.runs import AnyRun
 from megarlhf.device.versions import versions
 from megarlhf.device.world import meet
 from megarlhf.errors import ConfigError, PeerError
+from megarlhf.parallel.rows import gather_objects
 
 _MEET_S, _WRONG_MEET_S = 600, 60
 """How long ranks wait for each other before the start; one that cannot start anyway waits less."""
@@ -25,9 +26,7 @@ def require_agreement(settings: AnyRun, group: dist.ProcessGroup) -> None:
     """Collective over `group`. Raises ConfigError on all ranks, naming those that differ from most others."""
     text = json.dumps(to_dict(settings), sort_keys=True)
     mine = {"settings": blake2b(text.encode(), digest_size=8).hexdigest(), **versions()}
-    everyone: list[tuple[str, dict[str, str]] | None] = [None] * group.size()
-    dist.all_gather_object(everyone, (socket.gethostname(), mine), group=group)
-    wrong = disagreements([found for found in everyone if found is not None])
+    wrong = disagreements(gather_objects((socket.gethostname(), mine), group))
     if wrong:
         raise ConfigError(wrong)
 

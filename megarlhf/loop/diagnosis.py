@@ -5,7 +5,6 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -17,6 +16,7 @@ from megarlhf.device.packages import has_fused_weight_gradients, has_real_apex, 
 from megarlhf.device.transformer_engine import Machine, in_words
 from megarlhf.device.versions import versions
 from megarlhf.loop.agreement import disagreements
+from megarlhf.parallel.rows import gather_objects
 
 PROBE_BYTES = 64 * 2**20
 """Of the all-reduce that is timed."""
@@ -64,12 +64,12 @@ def launch(shared: str = "") -> list[Finding]:
     Collective over the world; the same on every rank. `shared`: a folder, empty for none.
     """
     world = dist.get_world_size()
-    everyone = _gathered((socket.gethostname(), versions()))
+    everyone = gather_objects((socket.gethostname(), versions()))
     hosts = [host for host, _ in everyone]
     found = [Finding("ranks", f"{world} on {len(set(hosts))} machine(s): {', '.join(dict.fromkeys(hosts))}")]
     found += sameness(everyone)
     dist.barrier()
-    clocks = _gathered(time.time())
+    clocks = gather_objects(time.time())
     spread = max(clocks) - min(clocks)
     found.append(Finding("clocks", f"within {spread:.1f} s of each other", is_problem=spread > 5))
     if world > 1:
@@ -81,12 +81,6 @@ def sameness(everyone: list[tuple[str, dict[str, str]]]) -> list[Finding]:
     """Whether ranks have the same versions and code, given (host, what it has) of each."""
     wrong = [Finding("versions", sentence, is_problem=True) for sentence in disagreements(everyone)]
     return wrong or [Finding("versions", f"the same on all ranks, code {everyone[0][1]['code']}")]
-
-
-def _gathered(value: Any) -> list[Any]:
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _bandwidth() -> Finding:
@@ -102,7 +96,7 @@ def _bandwidth() -> Finding:
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     moved = 2 * (world - 1) / world * PROBE_BYTES
-    slowest = max(_gathered(min(seconds[1:])))  # the first one opens the connections
+    slowest = max(gather_objects(min(seconds[1:])))  # the first one opens the connections
     return Finding(
         f"all-reduce of 64 MiB ({device.backend()})", f"{1e3 * slowest:.1f} ms, {moved / slowest / 1e9:.2f} GB/s a link"
     )
@@ -110,7 +104,7 @@ def _bandwidth() -> Finding:
 
 def _shared_folder(folder: Path) -> Finding:
     """Collective: a file that rank 0 writes is read by every rank."""
-    token = _gathered(secrets.token_hex(8))[0]
+    token = gather_objects(secrets.token_hex(8))[0]
     probe, is_first, problem = folder / f".megarlhf_{token}", dist.get_rank() == 0, ""
     try:
         if is_first:
@@ -124,7 +118,7 @@ def _shared_folder(folder: Path) -> Finding:
             problem = "other contents than rank 0 wrote"
     except OSError as error:
         problem = f"rank 0's file cannot be read: {error.strerror}"
-    problems = _gathered(problem)
+    problems = gather_objects(problem)
     if is_first:
         probe.unlink(missing_ok=True)
     bad = [f"rank {rank}: {words}" for rank, words in enumerate(problems) if words]

@@ -39,6 +39,7 @@ from megarlhf.loop.resuming import model_fingerprints
 from megarlhf.loop.run import Run
 from megarlhf.loop.stopping import Stopping
 from megarlhf.loop.tape import begin_tape, capsule_of, start_of
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.residency.stages import OPTIMIZER, WEIGHTS, Tenant
 from megarlhf.weights.gather import on_writer
 
@@ -151,9 +152,7 @@ class Keeper:
         self._stopping.saved(time.monotonic() - start)
 
     def _all_written(self) -> bool:
-        everyone: list[bool | None] = [None] * self._group.size()
-        dist.all_gather_object(everyone, self._pending is not None and self._pending.is_written, group=self._group)
-        return all(everyone)
+        return all(gather_objects(self._pending is not None and self._pending.is_written, self._group))
 
     def _finish(self) -> None:
         if self._pending is None:

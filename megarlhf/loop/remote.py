@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarlhf.config.settings import Reference
 from megarlhf.errors import ConfigError, RemoteError
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.records.experience import Experience, response_mask, scatter_rows
 from megarlhf.rewards.remote import Endpoint, check_url, is_finite_number, numbers, read_token
 from megarlhf.rewards.sources import token_ids
@@ -27,8 +28,7 @@ def ask_on_all_ranks(ask: Callable[[Experience], Answer], experience: Experience
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = -(-experience.num_rows // world_size)
     rows = range(rank * size, min(experience.num_rows, (rank + 1) * size))
-    gathered: list[list[Answer]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(gathered, [ask(experience.select(rows))] if rows else [])
+    gathered = gather_objects([ask(experience.select(rows))] if rows else [])
     return [answer for part in gathered for answer in part]
 
 
@@ -78,9 +78,8 @@ def remote_reference(settings: Reference, tokenizer: str, temperature: float) ->
     """
     token = read_token("reference.token_file", settings.token_file)
     base = check_url("reference.url", settings.url).rstrip("/").removesuffix("/logprobs")
-    problems: list = [""] * dist.get_world_size()
     health = Endpoint(f"{base}/health", settings.timeout_s, settings.retries, token)
-    dist.all_gather_object(problems, _unfit(health, tokenizer))
+    problems = gather_objects(_unfit(health, tokenizer))
     if any(problems):
         raise ConfigError([f"reference.url: rank {rank}: {text}" for rank, text in enumerate(problems) if text])
     endpoint = Endpoint(f"{base}/logprobs", settings.timeout_s, settings.retries, token)

@@ -10,7 +10,6 @@ from math import isfinite
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megarlhf.algorithms.catalogue import ALGORITHMS
 from megarlhf.checkpoints.capsule import Capsule
@@ -30,6 +29,7 @@ from megarlhf.loop.run import Run
 from megarlhf.loop.stopping import Stopping
 from megarlhf.loop.tape import Learnt, learnt, weight_sketches
 from megarlhf.models.architecture import layout_violations
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.records.experience import Experience
 from megarlhf.residency.stages import GRADIENTS, OPTIMIZER, WEIGHTS
 from megarlhf.telemetry.report import Reporter
@@ -263,6 +263,4 @@ def verdict(found: Sequence[Compared]) -> str:
 
 def is_everywhere(found: Sequence[Compared]) -> bool:
     """Whether all agree on every rank. Collective over the world."""
-    everyone: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, all(one.passed for one in found))
-    return all(everyone)
+    return all(gather_objects(all(one.passed for one in found)))

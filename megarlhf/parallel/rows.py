@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,7 @@ def gather_rows(
         raise ValueError(f"{len(rows)} rows with {len(values)} values")
     lengths = [len(value) for value in values]
     dtypes = {value.dtype for value in values}
-    headers: list = [None] * group.size()
-    dist.all_gather_object(headers, (list(rows), lengths, dtypes), group=group)
+    headers = gather_objects((list(rows), lengths, dtypes), group)
     _check([row for owned, _, _ in headers for row in owned], num_rows)
     all_dtypes = set().union(*(found for _, _, found in headers))
     if len(all_dtypes) > 1:
@@ -54,6 +54,13 @@ def gather_rows(
         for row, value in zip(owned, piece.split(found), strict=True):
             result[row] = value.clone()
     return result
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank; what pickle can take. Collective over `group`, the world where it is not given."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _all_gather_ragged(

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megarlhf.parallel.rows import gather_objects
+
 _FOLDER = Path("/dev/shm")
 
 
@@ -19,10 +21,10 @@ def open_boxes(group: dist.ProcessGroup, num_bytes: int) -> list[torch.Tensor] |
     """
     path = _make_box(num_bytes)
     try:
-        paths = _told(group, (socket.gethostname(), path))
+        paths = gather_objects((socket.gethostname(), path), group)
         boxes = _mapped([each for _, each in paths], num_bytes) if len({host for host, _ in paths}) == 1 else None
         # Once all have said so, all have mapped them, and nobody needs their names any more.
-        return boxes if all(_told(group, boxes is not None)) else None
+        return boxes if all(gather_objects(boxes is not None, group)) else None
     finally:
         if path is not None:
             path.unlink()
@@ -52,10 +54,3 @@ def _mapped(paths: list[Path | None], num_bytes: int) -> list[torch.Tensor] | No
         return [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
     except RuntimeError:
         return None
-
-
-def _told(group: dist.ProcessGroup, word) -> list:
-    """Every rank's word, by rank (collective over `group`)."""
-    words = [None] * group.size()
-    dist.all_gather_object(words, word, group=group)
-    return words

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from megarlhf import device
 from megarlhf.errors import ResidencyError
+from megarlhf.parallel.rows import gather_objects
 from megarlhf.residency.accounting import Record, merged
 from megarlhf.residency.blocks import Blocks, Tensors
 from megarlhf.residency.snapshot import Snapshot
@@ -203,9 +203,7 @@ class Residency:
         sizes = {tenant: self._blocks[tenant].num_bytes for tenant in since} | self._passing
         since |= dict.fromkeys(self._passing, stage.name)
         problem = over_budget(stage, since, sizes, self._budget_bytes)
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        found = next((text for text in problems if text), None)
+        found = next((text for text in gather_objects(problem) if text), None)
         if found:
             raise ResidencyError(found)
 
