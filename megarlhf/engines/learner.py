@@ -24,7 +24,7 @@ from megarlhf.engines.routing import routing_metrics
 from megarlhf.errors import TrainingError
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
-from megarlhf.models.precision.linear import advance_scales
+from megarlhf.models.precision.emulated import advance_scales
 from megarlhf.parallel.groups import seed_dropout
 from megarlhf.parallel.rows import gather_objects
 from megarlhf.records.experience import Experience

@@ -18,7 +18,7 @@ from megarlhf.config.lora import LoRA
 from megarlhf.engines.learner import Learner
 from megarlhf.models.build import Model
 from megarlhf.models.precision import te
-from megarlhf.models.precision.linear import named_states
+from megarlhf.models.precision.emulated import named_states
 from megarlhf.models.precision.recipe import History
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.parallel.rows import gather_objects

@@ -16,7 +16,7 @@ from megarlhf.models.gpt import GPT
 from megarlhf.models.head_styles import is_value_head
 from megarlhf.models.moe import Tally
 from megarlhf.models.names import Cut, Head, Weight, local_name, stage_weights
-from megarlhf.models.precision import linear, te
+from megarlhf.models.precision import emulated, te
 from megarlhf.models.precision.linears import LOCAL, Linears, te_violations
 from megarlhf.models.transformer_config import transformer_config
 from megarlhf.parallel.groups import Groups
@@ -53,7 +53,7 @@ class Model:
 
     def weights_changed(self) -> None:
         """To be called after every change of weights: FP8 linears forget the quantised copies that they keep."""
-        linear.forget_weights(self.chunks)
+        emulated.forget_weights(self.chunks)
         te.forget_weights(self.chunks)
 
     def output_weight(self) -> Tensor:
@@ -97,7 +97,7 @@ def build_model(
     model = Model(architecture, groups, head, chunks, config, tally, linears, linears.token_multiple)
     if linears.layers == "emulated_fp8" and linears.fp8.is_on:
         for chunk in model.chunks:
-            linear.emulate(chunk.decoder, linears, architecture.num_layers)
+            emulated.emulate(chunk.decoder, linears, architecture.num_layers)
     if seed is not None:
         _initialise(model, seed)
     return model

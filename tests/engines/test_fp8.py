@@ -148,7 +148,7 @@ def test_blocks_are_the_same_under_tensor_parallelism_where_tensors_are_not(layo
 
 
 def num_emulated(rank: int, world_size: int, folder: str, fp8: FP8) -> list[int]:
-    from megarlhf.models.precision.linear import states
+    from megarlhf.models.precision.emulated import states
 
     return [len(list(states(layer))) for layer in build(folder, fp8).chunks[0].decoder.layers]
 
@@ -160,7 +160,7 @@ def test_first_and_last_layers_keep_their_precision(folders):
 
 def delayed_scales(rank: int, world_size: int, folder: str) -> list[float]:
     from megarlhf.engines.learner import Learner
-    from megarlhf.models.precision.linear import states
+    from megarlhf.models.precision.emulated import states
     from tests.engines.test_learner import ppo_part
 
     model = build(folder, FP8("delayed"), Layout(), world_size)

@@ -40,7 +40,7 @@ def numbers(name: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[tor
     """[y, dx, dw of each of two steps] of Transformer Engine's linear, and of the emulation."""
     import transformer_engine.pytorch as te
 
-    from megarlhf.models.precision.linear import State, fp8_linear
+    from megarlhf.models.precision.emulated import State, fp8_linear
 
     torch.manual_seed(0)
     theirs = te.Linear(COLUMNS, ROWS, bias=False, params_dtype=dtype, device="cuda")
@@ -116,7 +116,7 @@ def on_tensor_ranks(rank: int, world_size: int, name: str, is_column: bool, sp: 
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
     from megarlhf.config.layout import Layout
-    from megarlhf.models.precision.linear import Emulated
+    from megarlhf.models.precision.emulated import Emulated
     from megarlhf.parallel.groups import build_groups
 
     group = build_groups(Layout(tp=world_size, sp=sp), world_size).tp

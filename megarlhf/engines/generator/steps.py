@@ -23,7 +23,7 @@ from megarlhf.models.attention import Scoring
 from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
 from megarlhf.models.moe import ExpertLayer
-from megarlhf.models.precision.linear import states
+from megarlhf.models.precision.emulated import states
 from megarlhf.models.precision.te import layer_precision
 
 Map = Callable[[torch.Tensor], torch.Tensor]

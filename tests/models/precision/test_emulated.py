@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarlhf.config.precision import FP8
-from megarlhf.models.precision.linear import State, fp8_linear
+from megarlhf.models.precision.emulated import State, fp8_linear
 from megarlhf.models.precision.quantise import E4M3, E5M2, per_32, per_block, per_tensor
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
