@@ -6,11 +6,13 @@ reads the output any more (`| head`).
 
 import contextlib
 import difflib
+import errno
 import gc
 import importlib
 import logging
 import os
 import select
+import socket
 import sys
 import tempfile
 import time
@@ -20,7 +22,8 @@ from collections.abc import Sequence
 from megarlhf import __version__
 from megarlhf.commands import command_summaries
 from megarlhf.errors import ConfigError, MegarlhfError, Requeue
-from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, INTERRUPTED, exit_code
+from megarlhf.launcher import is_launched, local_rank
+from megarlhf.telemetry.status import BAD_INPUT, DONE, FAILED, INTERRUPTED, exit_code, reason
 
 _PURPOSES = {
     "train, by a recipe": ("sft", "rm", "ppo", "grpo", "rloo", "reinforce-plus-plus", "dpo", "kto"),
@@ -31,7 +34,7 @@ _PURPOSES = {
 }
 """The order in which help lists the commands."""
 OUTPUT_CLOSED = 141
-_LET_FIRST_S = 20
+_LEAVE_TOGETHER_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +72,12 @@ def run() -> None:
     """`main` as a process: ends it with the exit code, at once.
 
     Process groups have threads, which after a failure wait for a lost peer; leaving them to the interpreter's end can
-    take minutes, or abort with another code though all went well. A launcher kills all ranks when the first one ends,
-    so that a rank which leaves settings errors to another one to tell (`_print_error`) lets it go first.
+    take minutes, or abort with another code though all went well. A launcher kills all ranks when the first one ends:
+    the moment before that lets settings errors be told (`_is_first_to_tell`), and told once.
     """
     code = main()
-    if code == BAD_INPUT and not _is_first_here():
-        time.sleep(_LET_FIRST_S)
+    if code == BAD_INPUT and is_launched():
+        time.sleep(_LEAVE_TOGETHER_S)
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     sys.stderr.flush()
@@ -132,10 +135,29 @@ def _help(summaries: dict[str, str]) -> str:
 def _print_error(error: MegarlhfError) -> None:
     """One violation a line. Every rank finds the same settings wrong, so one rank of each machine says it."""
     if not isinstance(error, ConfigError):
-        _say(f"{type(error).__name__}: {error}")
-    elif _is_first_here():
+        _say(reason(error))
+    elif _is_first_to_tell():
         for violation in error.violations:
-            _say(violation)
+            print(f"megarlhf: error: {violation}", file=sys.stderr)
+
+
+def _is_first_to_tell() -> bool:
+    """No rank of this launch and machine has told its settings errors yet; from now on this one has.
+
+    Whichever comes first, as the first rank may still be starting. The name of a socket belongs to one process until
+    that ends, and leaves no file. True without a launcher.
+    """
+    if not is_launched():
+        return True
+    launch = f"\0megarlhf-told-{os.environ.get('MASTER_PORT')}-{os.getppid()}"
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(launch)
+    except OSError as problem:
+        claim.close()
+        return problem.errno != errno.EADDRINUSE and local_rank() == 0
+    claim.detach()  # stays open until this process ends
+    return True
 
 
 def _output_is_closed() -> bool:
@@ -149,11 +171,6 @@ def _say_once(message: str) -> None:
     """By the first rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"megarlhf: {message}", file=sys.stderr)
-
-
-def _is_first_here() -> bool:
-    """One rank of each machine, or a process without a launcher."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _say(message: str) -> None:

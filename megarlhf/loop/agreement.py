@@ -77,12 +77,10 @@ def found_anywhere(mine: Sequence[str], store: dist.Store, rank: int, world_size
         found = json.loads(store.get("preflight/all"))
     except dist.DistError as problem:
         raise PeerError(f"not all ranks said whether they can start: {problem}") from problem
-    if found:  # the first rank may keep the store, so it leaves last
-        store.set(f"preflight/heard/{rank}", "")
-        if rank == 0:
-            with suppress(dist.DistError):
-                heard = [f"preflight/heard/{other}" for other in range(world_size)]
-                store.wait(heard, timedelta(seconds=_LEAVE_S))
+    if found:  # the store may go with the first rank or launcher to leave, so nobody leaves before all have heard
+        with suppress(dist.DistError):
+            store.set(f"preflight/heard/{rank}", "")
+            store.wait([f"preflight/heard/{other}" for other in range(world_size)], timedelta(seconds=_LEAVE_S))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarlhf.errors import CheckpointError, ConfigError, DataError, Requeue
+from megarlhf.errors import CheckpointError, ConfigError, DataError, MegarlhfError, Requeue
 
 DONE, FAILED, BAD_INPUT, REQUEUE, INTERRUPTED = 0, 1, 2, 75, 130
 """Exit codes; 75 is what sysexits.h calls a temporary failure: start the same command again. 130 is a shell's word for
@@ -27,10 +27,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """The error in words: its text, after the kind of error where the text alone would say too little."""
+    """The error in words: its text, after its class where it is none of ours and the text may say too little."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, ConfigError | Requeue):
+    if isinstance(error, MegarlhfError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 

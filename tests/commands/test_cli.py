@@ -91,8 +91,8 @@ def test_debug_adds_the_traceback(capsys):
         ("return 0", 0, ""),
         ("return 1", 1, ""),
         ("raise KeyboardInterrupt", 130, "megarlhf: error: interrupted"),
-        ("from megarlhf.errors import RewardError; raise RewardError('no score')", 1, "RewardError: no score"),
-        ("from megarlhf.errors import DataError; raise DataError('row 7')", 2, "DataError: row 7"),
+        ("from megarlhf.errors import RewardError; raise RewardError('no score')", 1, "megarlhf: error: no score\n"),
+        ("from megarlhf.errors import DataError; raise DataError('row 7')", 2, "megarlhf: error: row 7\n"),
         ("1 / 0", 1, "Traceback"),
     ],
 )
@@ -105,11 +105,15 @@ def test_how_a_command_ends_is_the_exit_code(command, capsys, body, code, told):
 def test_one_rank_of_each_machine_tells_the_settings_errors(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "first")
     assert cli.main(["show", "ppo"]) == 2
-    assert capsys.readouterr().err == ""
+    assert "megarlhf: error: actor.model" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["show", "ppo"]) == 2
-    assert "megarlhf: error on rank 5: actor.model" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MASTER_PORT", "second")
+    assert cli.main(["show", "ppo"]) == 2
+    assert "megarlhf: error: actor.model" in capsys.readouterr().err
 
 
 def test_show_prints_settings_that_run_again(tmp_path, capsys):
@@ -158,12 +162,12 @@ def test_a_failure_does_not_wait_for_threads_that_are_left(tmp_path):
     )
     code = f"from megarlhf import cli, commands; commands.__path__ = [{str(tmp_path)!r}]; cli.run()"
     result = subprocess.run([sys.executable, "-c", code, "extra"], capture_output=True, text=True, timeout=30)
-    assert result.returncode == 2 and result.stderr == "megarlhf: error: DataError: row 7\n"
+    assert result.returncode == 2 and result.stderr == "megarlhf: error: row 7\n"
 
 
-def test_a_launcher_hears_the_rank_that_tells_what_is_wrong():
-    """The other rank is quicker by far: it would end first, and the launcher would kill the one that tells."""
-    slow = "import os, time; time.sleep(3 * (os.environ['RANK'] == '0')); from megarlhf import cli; cli.run()"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+def test_a_launcher_hears_once_and_at_once_what_is_wrong():
+    """The first rank is slower by far: the other tells, without waiting for it."""
+    slow = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); from megarlhf import cli; cli.run()"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
     command = [*launcher, sys.executable, "-c", slow, "shwo"]
-    assert "did you mean show?" in subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+    assert subprocess.run(command, capture_output=True, text=True, timeout=50).stderr.count("did you mean show?") == 1

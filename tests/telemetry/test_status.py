@@ -44,7 +44,7 @@ def test_the_first_failure_is_kept_and_its_rank_is_named(tmp_path):
     with pytest.raises(RuntimeError), recorded(tmp_path, rank=0):
         fail(tmp_path, 3, DataError("prompts.jsonl:7: no prompt"))
         raise RuntimeError("connection closed by peer")
-    assert read_status(tmp_path) == (2, "rank 3: DataError: prompts.jsonl:7: no prompt")
+    assert read_status(tmp_path) == (2, "rank 3: prompts.jsonl:7: no prompt")
 
 
 def test_other_ranks_write_nothing_when_all_goes_well(tmp_path):
