@@ -15,10 +15,11 @@ from megarlhf.loop.inference import (
     launch,
     load_model,
     load_tokenizer,
-    model_violations,
+    policy_violations,
     prompts_of,
     requests_for,
     sampling,
+    tokenizer_violations,
     write_rows,
 )
 
@@ -81,7 +82,7 @@ def require_valid(model: str, settings: EvalRun, world_size: int) -> None:
     violations = answers_violations("eval", model, settings, world_size)
     is_cut = settings.tp > 0 and settings.pp > 0
     if settings.other and is_cut:
-        violations += model_violations("OTHER_DIR", settings.other, settings.tp, settings.pp, settings.other_base)
+        violations += policy_violations("OTHER_DIR", settings.other, settings, settings.other_base)
     if settings.rm and is_cut:
         violations += _judge_violations(settings)
     violations += _source_violations(settings)
@@ -121,7 +122,8 @@ def _judge_violations(settings: EvalRun) -> list[str]:
             score_rule(settings.rm, settings.attribute_weights, normalise=settings.normalise)
     except (ConfigError, CheckpointError) as error:
         return [f"--rm: {error}"]
-    return found + layout_violations(architecture, Layout(tp=settings.tp, pp=settings.pp), "--rm")
+    found += layout_violations(architecture, Layout(tp=settings.tp, pp=settings.pp), "--rm")
+    return found or tokenizer_violations("--rm", settings.rm)
 
 
 def _source_violations(settings: EvalRun) -> list[str]:

@@ -18,6 +18,7 @@ from megarlhf.loop.inference import (
     prompts_of,
     requests_for,
     sampling,
+    tokenizer_violations,
     told,
     write_rows,
 )
@@ -59,7 +60,8 @@ def require_valid(model: str, settings: JudgeRun, world_size: int) -> None:
     """Raises ConfigError with everything that can be known to be wrong before a rank is joined or weights are read."""
     violations = answers_violations("judge", model, settings, world_size)
     if settings.judge and settings.tp > 0 and settings.pp > 0:
-        violations += model_violations("--judge", settings.judge, settings.tp, settings.pp)
+        found = model_violations("--judge", settings.judge, settings.tp, settings.pp)
+        violations += found or tokenizer_violations("--judge", settings.judge)
     violations += principles_violations(settings.principles, "principles_per_pair", settings.principles_per_pair)
     if settings.samples_per_prompt == 1:
         violations.append("--samples_per_prompt 1: use 2 or more; a preference needs two answers")

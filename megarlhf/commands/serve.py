@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Precision
 from megarlhf.errors import ConfigError
-from megarlhf.loop.inference import agreed, launch_violations, load_model
+from megarlhf.loop.inference import agreed, launch_violations, load_model, tokenizer_violations
 
 SUMMARY = "answer scores or log-probs over HTTP: megarlhf serve MODEL_DIR --role reward|reference [--flags]"
 
@@ -107,6 +107,7 @@ def require_valid(model: str, settings: ServeRun, world_size: int) -> None:
         violations.append(f"--role {settings.role}: {model} is {kind}; use --role {other}, or another model")
     elif settings.role == "reward":
         violations += weight_violations(architecture, settings.attribute_weights, "--attribute_weights", model)
+    violations += tokenizer_violations("MODEL_DIR", model)
     if violations:
         raise ConfigError(violations)
     if settings.role == "reward":

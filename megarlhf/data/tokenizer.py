@@ -21,16 +21,16 @@ Message = dict[str, object]
 class Tokenizer:
     """Tokenizer of the model in `folder`; `stop_tokens` end a response too, besides the model's own end tokens.
 
-    Raises CheckpointError when the folder holds no tokenizer that loads without running its code, and ConfigError when
-    a stop token is not one token.
+    Raises CheckpointError when the folder holds no tokenizer that loads without running its code, and ConfigError, of
+    the `setting` that they were given as, when a stop token is not one token.
     """
 
-    def __init__(self, folder: str | Path, stop_tokens: Sequence[str] = ()):
+    def __init__(self, folder: str | Path, stop_tokens: Sequence[str] = (), *, setting: str = "rollout.stop_tokens"):
         self.folder = Path(folder)
         self._hf = _load(self.folder)
         self.vocab_size: int = len(self._hf)
         self.bos_id: int | None = self._hf.bos_token_id
-        self.stop_ids: tuple[int, ...] = self._stop_ids(stop_tokens)
+        self.stop_ids: tuple[int, ...] = self._stop_ids(stop_tokens, setting)
         self.eos_id: int | None = (
             self._hf.eos_token_id if self._hf.eos_token_id is not None else min(self.stop_ids, default=None)
         )
@@ -86,7 +86,7 @@ class Tokenizer:
         except Exception as error:  # templates raise whatever jinja or their author chose
             raise DataError(f"the chat template in {self.folder} refuses these messages: {error}") from error
 
-    def _stop_ids(self, stop_tokens: Sequence[str]) -> tuple[int, ...]:
+    def _stop_ids(self, stop_tokens: Sequence[str], setting: str) -> tuple[int, ...]:
         ids = _model_end_ids(self.folder)
         if self._hf.eos_token_id is not None:
             ids.append(self._hf.eos_token_id)
@@ -94,7 +94,7 @@ class Tokenizer:
             pieces = self._hf(text, add_special_tokens=False).input_ids
             if len(pieces) != 1:
                 raise ConfigError(
-                    f"rollout.stop_tokens: {text!r} is {len(pieces)} tokens ({pieces}) in the tokenizer of "
+                    f"{setting}: {text!r} is {len(pieces)} tokens ({pieces}) in the tokenizer of "
                     f"{self.folder}; give texts that are one token, such as <|im_end|>"
                 )
             ids += pieces

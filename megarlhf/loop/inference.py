@@ -111,8 +111,26 @@ def answers_violations(command: str, model: str, settings: Answers, world_size: 
         violations += [f"--{violation}" for violation in error.violations]
     if settings.tp > 0 and settings.pp > 0:
         violations += launch_violations(command, settings.tp, settings.pp, world_size)
-        violations += model_violations("MODEL_DIR", model, settings.tp, settings.pp, settings.base) if model else []
+        if model:
+            violations += policy_violations("MODEL_DIR", model, settings, settings.base)
     return violations
+
+
+def policy_violations(setting: str, folder: str, settings: Answers, base: str = "") -> list[str]:
+    """Why the folder given as `setting` cannot be sampled from as the settings say: its model, or its tokenizer."""
+    found = model_violations(setting, folder, settings.tp, settings.pp, base)
+    return found or tokenizer_violations(setting, folder, base, settings.stop_tokens)
+
+
+def tokenizer_violations(setting: str, folder: str, base: str = "", stop_tokens: Sequence[str] = ()) -> list[str]:
+    """Why the folder given as `setting` holds no tokenizer that knows --stop_tokens, or none on this machine."""
+    try:
+        load_tokenizer(folder, base, stop_tokens)
+    except ConfigError as error:
+        return list(error.violations)
+    except CheckpointError as error:
+        return [f"{setting}: {error}"]
+    return []
 
 
 def _file_violations(settings: Answers) -> list[str]:
@@ -177,7 +195,7 @@ def load_tokenizer(folder: str, base: str = "", stop_tokens: Sequence[str] = ())
     from megarlhf.weights.adapters import peft_folder
 
     adapted = peft_folder(folder, base)
-    return Tokenizer(adapted.base if adapted else folder, stop_tokens)
+    return Tokenizer(adapted.base if adapted else folder, stop_tokens, setting="--stop_tokens")
 
 
 def load_model(

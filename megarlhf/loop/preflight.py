@@ -11,7 +11,7 @@ from megarlhf.config.settings import Critic, Reference, Reward, Trainee
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.device.packages import can_import
 from megarlhf.device.transformer_engine import Machine, missing_for_te
-from megarlhf.errors import ConfigError
+from megarlhf.errors import CheckpointError, ConfigError
 from megarlhf.loop.disk import room_violations
 from megarlhf.loop.first_look import first_look
 from megarlhf.loop.remote import address_violations
@@ -39,6 +39,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
         found += _disk_violations(settings)
         found += _score_violations(settings.reward, models["reward"]) if "reward" in models else []
         found += _reward_violations(settings)
+        found += _stop_violations(settings)
     if not isinstance(settings, SFTRun | RewardModelRun):
         found += _reference_violations(settings.reference, models)
     return list(dict.fromkeys(found))
@@ -104,6 +105,19 @@ def _tokenizer_violations(cast: dict[str, Role], models: dict[str, Architecture]
                 f"{models['actor'].vocab_size} ids; use models that share a tokenizer"
             )
     return found
+
+
+def _stop_violations(settings: OnlineRun) -> list[str]:
+    """Texts that are several tokens; a tokenizer that cannot be loaded is told already."""
+    if not settings.rollout.stop_tokens:
+        return []
+    try:
+        Tokenizer(settings.actor.model, settings.rollout.stop_tokens)
+    except ConfigError as problem:
+        return list(problem.violations)
+    except CheckpointError:
+        pass
+    return []
 
 
 def _reward_violations(settings: OnlineRun) -> list[str]:

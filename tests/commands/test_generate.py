@@ -1,6 +1,7 @@
 """`megarlhf generate`: the file it writes, in every layout, and what it refuses."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_adapters_generate_what_the_merged_model_generates(adapters, folder, pro
     texts, changed = ([row["token_ids"] for row in rows] for rows in (found, other))
     assert texts == [row["token_ids"] for row in merged] and texts != changed
     moved = tmp_path / "moved"
-    shutil.copytree(adapters / "peft", moved)
+    shutil.shutil.copytree(adapters / "peft", moved)
     config = json.loads((moved / "adapter_config.json").read_text()) | {"base_model_name_or_path": "some/where"}
     (moved / "adapter_config.json").write_text(json.dumps(config))
     settings = replace(settings, out=str(tmp_path / "again"))
@@ -170,6 +171,35 @@ def test_files_that_cannot_be_are_told_before_anything_is_read(folder, tmp_path)
         f"--prompts: {tmp_path}/none.jsonl does not exist; name a JSONL file",
         f"--out: {tmp_path} is a folder; name a file",
     )
+
+
+def without_tokenizer(folder, copy):
+    """A copy of the model's folder whose tokenizer was forgotten."""
+    shutil.copytree(folder, copy, ignore=lambda _, names: [name for name in names if name.startswith("tokenizer")])
+    return copy
+
+
+def test_a_missing_tokenizer_and_stop_tokens_that_are_several_are_told_before_weights_are_read(
+    folder, prompts, tmp_path
+):
+    settings = GenerateRun(prompts=str(prompts), out=str(tmp_path / "out"), stop_tokens=("ab",))
+    with pytest.raises(ConfigError, match="^--stop_tokens: 'ab' is 2 tokens"):
+        require_valid(str(folder), settings, 1)
+    with pytest.raises(ConfigError, match="^MODEL_DIR: .* holds no tokenizer"):
+        require_valid(str(without_tokenizer(folder, tmp_path / "copy")), settings, 1)
+
+
+def test_what_one_rank_lacks_is_told_before_the_ranks_join(folder, prompts, tmp_path):
+    shutil.copytree(folder, tmp_path / "0" / "model")
+    without_tokenizer(folder, tmp_path / "1" / "model")
+    code = f"import os; os.chdir('{tmp_path}/' + os.environ['RANK']); from megarlhf import cli; cli.run()"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    words = ["generate", "model", "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    result = subprocess.run(
+        [*launcher, sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120
+    )
+    told = re.findall("^megarlhf: error.*", result.stderr, re.MULTILINE)
+    assert len(told) == 1 and re.search("rank 1 on .*: MODEL_DIR: .*/1/model holds no tokenizer", told[0])
 
 
 def test_missing_arguments_are_named():

@@ -181,10 +181,14 @@ def test_everything_wrong_is_told_at_once(folders, tmp_path):
         assert words in str(error.value)
 
 
-def test_a_reward_model_is_no_judge(folders, settings, tmp_path):
+def test_a_reward_model_is_no_judge_nor_one_without_a_tokenizer(folders, settings, tmp_path):
     reward = write_llama(tmp_path / "reward", num_labels=1)
     with pytest.raises(ConfigError, match="--judge: .* has a score head, which writes nothing"):
         require_valid(folders["policy"], replace(settings, judge=str(reward)), 1)
+    judge = write_llama(tmp_path / "judge")
+    (judge / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="^--judge: .* holds no tokenizer"):
+        require_valid(folders["policy"], replace(settings, judge=str(judge)), 1)
 
 
 def judge_on_rank(rank: int, world_size: int, folder: str, settings: JudgeRun) -> Summary:

@@ -353,6 +353,10 @@ def test_everything_wrong_is_told_before_anything_is_loaded(folders, tmp_path):
             require_valid(str(folders[other]), ServeRun(role=role), 1)
     with pytest.raises(ConfigError, match="tp 3(.|\n)*torchrun --nproc-per-node 3"):
         require_valid(str(folders["reward"]), ServeRun(tp=3), 1)
+    mute = write_llama(tmp_path / "mute", num_labels=1)
+    (mute / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="^MODEL_DIR: .* holds no tokenizer"):
+        require_valid(str(mute), ServeRun(), 1)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

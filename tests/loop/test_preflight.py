@@ -55,6 +55,13 @@ def test_good_settings_have_no_violation(models, tmp_path):
     assert preflight(good(models, tmp_path), 1) == []
 
 
+def test_a_stop_token_is_one_token_of_the_actors_tokenizer(models, tmp_path):
+    settings = good(models, tmp_path)
+    rollout = replace(settings.rollout, stop_tokens=("x", "ab"))
+    (told,) = preflight(replace(settings, rollout=rollout), 1)
+    assert told.startswith("rollout.stop_tokens: 'ab' is 2 tokens")
+
+
 def test_prompts_may_be_a_folder_and_labels_are_combined_by_weights(models, tmp_path):
     (tmp_path / "prompts").mkdir()
     settings = replace(
