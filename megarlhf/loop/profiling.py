@@ -1,6 +1,7 @@
 """Profiled steps: torch's trace of each rank, and what the time of each stage went to."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from megarlhf import device
 from megarlhf.device.labels import PREFIX
 from megarlhf.telemetry.costs import STAGE, STEP, Event, costs, markdown, rows
+
+_log = logging.getLogger(__name__)
 
 
 def stage_label(name: str) -> AbstractContextManager:
@@ -26,6 +29,7 @@ def profiled(folder: Path, step: int, steps: Sequence[int], rank: int) -> Iterat
     step_N_rank_R.trace.json.gz  everything that ran, for chrome://tracing or ui.perfetto.dev
     step_N_rank_R.json           `telemetry.costs.StageCosts` of the step and of each stage
     step_N_rank_R.md             the same to read
+    A disk that does not take them is warned about: the run goes on.
     """
     if step not in steps:
         yield
@@ -35,8 +39,14 @@ def profiled(folder: Path, step: int, steps: Sequence[int], rank: int) -> Iterat
         with device.labelled(STEP):
             yield
             device.synchronize()
+    try:
+        _write(trace, folder, f"step_{step}_rank_{rank}")
+    except (OSError, RuntimeError) as problem:  # torch writes the trace, and raises either
+        _log.warning("the profile of step %d cannot be written in %s: %s", step, folder, problem)
+
+
+def _write(trace: profile, folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"step_{step}_rank_{rank}"
     trace.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
     found = costs([_event(one) for one in trace.events()])
     (folder / f"{name}.json").write_text(json.dumps(rows(found), indent=1) + "\n", encoding="utf-8")
