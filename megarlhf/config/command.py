@@ -14,17 +14,25 @@ def command_of(words: Sequence[str], asker: str) -> str:
     `asker`: the command that wants to know, for the sentence. Raises ConfigError when several take all of them.
     """
     files, flags = files_and_flags(words)
+    likely, wrong = _likeliest(files, flags, asker)
+    fitting = [name for name in likely if not wrong[name]]
+    if len(fitting) > 1:
+        recipe = " ".join(files) or "FILE.yaml"
+        raise ConfigError(
+            f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {fitting[0]} {recipe}"
+        )
+    return (fitting or likely)[0]
+
+
+def _likeliest(files: Sequence[str], flags: Sequence[str], asker: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The commands that know most of the settings, first the one that a file is named after; and what is wrong with
+    files and flags for each command."""
     wrong = {
         name: load_leniently(kind, files, flags, prog=f"megarlhf {asker} {name}")[1] for name, kind in COMMANDS.items()
     }
-    fitting = [name for name, found in wrong.items() if not found]
-    if len(fitting) > 1:
-        recipe = " ".join(files) or "FILE.yaml"
-        likely = next((name for name in fitting if any(name in Path(file).stem for file in files)), fitting[0])
-        raise ConfigError(
-            f"{asker}: {recipe} could be for {', '.join(fitting)}; say which: megarlhf {asker} {likely} {recipe}"
-        )
-    return min(wrong, key=lambda name: len(wrong[name]))
+    fewest = min(map(num_unknown, wrong.values()))
+    likely = [name for name in COMMANDS if num_unknown(wrong[name]) == fewest]
+    return sorted(likely, key=lambda name: not any(name in Path(file).stem for file in files)), wrong
 
 
 def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
@@ -43,16 +51,13 @@ def num_unknown(violations: Sequence[str]) -> int:
 
 
 def _other_command(command: str, files: Sequence[str], found: list[str]) -> list[str]:
-    wrong = {name: load_leniently(kind, files, [], command)[1] for name, kind in COMMANDS.items()}
-    fewest = min(map(num_unknown, wrong.values()))
-    if 4 * fewest >= num_unknown(wrong[command]):
+    likely, wrong = _likeliest(files, [], command)
+    if 4 * num_unknown(wrong[likely[0]]) >= num_unknown(wrong[command]):
         return found
-    best = [name for name in COMMANDS if num_unknown(wrong[name]) == fewest]
-    best.sort(key=lambda name: name not in Path(files[0]).stem)  # if several can take it, the one it is named after
-    others = f" (or {', '.join(best[1:])})" if best[1:] else ""
+    others = f" (or {', '.join(likely[1:])})" if likely[1:] else ""
     words = " ".join(files)
-    told = f"{words} is a recipe for {best[0]}{others}, not for {command}: megarlhf {best[0]} {words}"
-    return [told, *wrong[best[0]]]
+    told = f"{words} is a recipe for {likely[0]}{others}, not for {command}: megarlhf {likely[0]} {words}"
+    return [told, *wrong[likely[0]]]
 
 
 def no_recipe(command: str) -> str:

@@ -1,5 +1,6 @@
 """What settings, config.json files and paths say against a run: told within a second, before torch is imported."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from megarlhf.config.check import violations as setting_violations
@@ -15,7 +16,15 @@ from megarlhf.models.precision.linears import te_violations
 def first_look(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
     """Violations, a sentence each, which `preflight` tells too. `command` completes the launch that is suggested."""
     found = setting_violations(settings, world_size, command)
-    cast = roles(settings)
+    found += cast_violations(settings, roles(settings))
+    if isinstance(settings, OnlineRun):
+        found += _missing_prompts(settings.data.prompts)
+    return list(dict.fromkeys(found))
+
+
+def cast_violations(settings: AnyRun, cast: Mapping[str, Role]) -> list[str]:
+    """What is wrong with the models of a run, or those of them that are wanted: folders, layouts, sizes, precision."""
+    found: list[str] = []
     models = architectures({name: role for name, role in cast.items() if role.folder}, found)
     found += model_violations(settings, models)
     for name, architecture in models.items():
@@ -23,8 +32,7 @@ def first_look(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml"
         found += _expert_violations(settings, cast[name], architecture)
     if isinstance(settings, OnlineRun):
         found += [line for role in cast.values() for line in _scaling_violations(role)]
-        found += _missing_prompts(settings.data.prompts)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _scaling_violations(role: Role) -> list[str]:

@@ -20,15 +20,15 @@ from megarlhf.config.filled import filled
 from megarlhf.config.replay import Tolerances
 from megarlhf.config.runs import AnyRun, OnlineRun
 from megarlhf.errors import CheckpointError
+from megarlhf.loop.first_look import cast_violations
 from megarlhf.loop.keeper import Keeper
 from megarlhf.loop.offline import build_offline
 from megarlhf.loop.online import build_online
 from megarlhf.loop.preflight import machine_violations
-from megarlhf.loop.roles import architectures, roles
+from megarlhf.loop.roles import roles
 from megarlhf.loop.run import Run
 from megarlhf.loop.stopping import Stopping
 from megarlhf.loop.tape import Learnt, learnt, weight_sketches
-from megarlhf.models.architecture import layout_violations
 from megarlhf.parallel.rows import gather_objects
 from megarlhf.records.experience import Experience
 from megarlhf.residency.stages import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -78,11 +78,9 @@ class Recorded:
 
 def replay_plan(settings: AnyRun, num_ranks: int, command: str) -> list[str]:
     """What is wrong with the settings, for so many ranks of this machine; their folder is not looked at."""
-    found = setting_violations(settings, num_ranks, command) + machine_violations(settings)
     cast = {name: role for name, role in roles(settings).items() if name != "generator"}
-    for name, architecture in architectures({name: role for name, role in cast.items() if role.folder}, found).items():
-        found += layout_violations(architecture, cast[name].layout, cast[name].setting)
-    return list(dict.fromkeys(found))
+    found = setting_violations(settings, num_ranks, command) + machine_violations(settings)
+    return list(dict.fromkeys(found + cast_violations(settings, cast)))
 
 
 def require_whole(capsule: Capsule) -> None:

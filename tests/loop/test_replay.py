@@ -13,6 +13,7 @@ from megarlhf.checkpoints.capsule import Capsule
 from megarlhf.commands.replay import main
 from megarlhf.config.algorithms import PPO
 from megarlhf.config.layout import Layout
+from megarlhf.config.precision import FP8
 from megarlhf.config.replay import Replay, in_layout, tolerances
 from megarlhf.config.settings import Actor, Data, PPORun, Reward, Rollout, Run
 from megarlhf.device.transformer_engine import Machine
@@ -160,13 +161,15 @@ def test_what_is_wrong_with_the_flags_is_told_at_once(run_folder):
         main([str(run_folder), "--step", "2", "--layout", "tq2"])
 
 
-def test_ranks_that_do_not_fit_and_a_machine_without_te_are_told(tmp_path, monkeypatch):
+def test_ranks_sizes_and_machines_that_do_not_fit_are_told(tmp_path, monkeypatch):
     write_llama(tmp_path / "actor")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls(None, None)))
-    actor = Actor(model=str(tmp_path / "actor"), train=Layout(tp=4), layers="te")
+    actor = Actor(model=str(tmp_path / "actor"), train=Layout(tp=4), layers="te", fp8=FP8("blockwise"))
     told = "\n".join(replay_plan(PPORun(actor=actor), 2, "replay"))
     assert "actor.train: tp 4 * pp 1 * cp 1 = 4 ranks hold one copy of the model, which does not divide the 2" in told
     assert "actor.layers: te needs Transformer Engine, which is not installed" in told
+    assert "actor.train: tp 4 leaves a rank " in told and "need a multiple of 16; choose another tp" in told
+    assert "actor.generate" not in told  # nothing is sampled
 
 
 def test_a_capsule_that_lacks_something_is_damaged():
