@@ -128,8 +128,8 @@ def with_mismatched(batch: Experience, settings: KTO) -> Experience:
         row_id=torch.cat([batch.row_id, batch.row_id]),
         group=torch.cat([batch.group, later]),
         finished=torch.cat([batch.finished, batch.finished[following]]),
-        prompts=batch.prompts + batch.prompts,
-        responses=batch.responses + tuple(batch.responses[row] for row in following if batch.responses),
+        prompts=(*batch.prompts, *batch.prompts),
+        responses=(*batch.responses, *(batch.responses[row] for row in following if batch.responses)),
         metadata=batch.metadata + batch.metadata,
         preference=torch.cat([batch.preference, torch.full((batch.num_rows,), torch.nan)]),
     )

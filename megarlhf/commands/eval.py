@@ -194,6 +194,6 @@ def _answers(folder: str, base: str, settings: EvalRun, world_size: int):
     model = load_model(folder, settings.tp, settings.pp, settings.dtype, world_size, base=base)
     generator = Generator(model, settings.max_slots)
     requests = requests_for(prompts, settings.samples_per_prompt)
-    completions = generator.generate(requests, sampling(settings, tokenizer.stop_ids))
+    completions = generator.sample(requests, sampling(settings, tokenizer.stop_ids))
     batch = experience_of(siblings(prompts, settings.samples_per_prompt), completions, tokenizer)
     return batch, tokenizer.fingerprint

@@ -46,4 +46,5 @@ class ChoiceScorer:
             positions = last.repeat_interleave(repeats)
             return vocabulary_logprobs(self.model, hidden, positions, targets, 1.0, with_entropy=False)[0]
 
-        return score_rows(self.model, rows, [len(choice.option_ids) for choice in choices], self.max_tokens, head)
+        counts = [len(choice.option_ids) for choice in choices]
+        return list(score_rows(self.model, rows, counts, self.max_tokens, head).split(counts))

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
+from megarlhf import device
 from megarlhf.engines.pipeline import MicroBatch, micro_batches, run_pass
 from megarlhf.models.build import Model
 from megarlhf.models.forward import values, vocabulary_logprobs
 from megarlhf.models.lora import Key, adapters_off
 from megarlhf.models.score_config import ScoreRule, label_names
+from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import gather_rows
-from megarlhf.records.experience import Experience, scatter_rows
+from megarlhf.records.experience import Experience, scatter_flat
 
 ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
@@ -24,8 +27,8 @@ ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 @torch.no_grad()
 def score_rows(
     model: Model, experience: Experience, counts: Sequence[int], max_tokens: int, head: ScoreHead
-) -> list[torch.Tensor]:
-    """One flat float32 tensor per row, on every rank, in input order. Collective over the world.
+) -> torch.Tensor:
+    """[n] float32: the values of all rows end to end, on every rank's host, in input order. Collective over the world.
 
     `head(hidden, micro_batch)` returns the values of its rows, flat and in row order; `counts[row]` says how many.
     """
@@ -37,12 +40,27 @@ def score_rows(
     outputs = run_pass(model, model.chunks, batches, head, train=False)
     for chunk, mode in zip(model.chunks, modes, strict=True):
         chunk.train(mode)
-    rows, pieces = [], []
+    flat = torch.empty(sum(counts), device=device.current())
     if groups.is_last_stage and groups.coordinates.tp == groups.coordinates.cp == 0:
-        for batch, flat in zip(batches, outputs, strict=True):
-            rows += batch.rows
-            pieces += flat.float().cpu().split([counts[row] for row in batch.rows]) if batch.rows else []
-    return gather_rows(rows, pieces, experience.num_rows, groups.world)
+        rows = [row for batch in batches for row in batch.rows]
+        parts = [values.float() for batch, values in zip(batches, outputs, strict=True) if batch.rows]
+        mine = torch.cat([flat[:0], *parts])
+        flat.copy_(gather_rows(rows, [counts[row] for row in rows], mine, experience.num_rows, groups.dp)[0])
+    return _from_one_rank(flat, groups).cpu()
+
+
+@device.labelled("communicate")
+def _from_one_rank(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The values of a model's rank that is first in cp and tp and last in pp, written over the others'. Collective over
+    these groups: all ranks hold the same to the last bit, whatever their own copies would have come to."""
+    place, layout = groups.coordinates, groups.layout
+    if layout.cp > 1 and groups.is_last_stage and place.tp == 0:
+        dist.broadcast(values, group_src=0, group=groups.cp)
+    if layout.tp > 1 and groups.is_last_stage:
+        dist.broadcast(values, group_src=0, group=groups.tp)
+    if layout.pp > 1:
+        dist.broadcast(values, group_src=layout.pp - 1, group=groups.pp)
+    return values
 
 
 @dataclass(frozen=True)
@@ -67,13 +85,11 @@ class LogprobScorer:
 
         width = 2 if with_entropy else 1
         counts = (width * experience.mask.sum(1)).tolist()
-        rows = score_rows(self.model, experience, counts, self.max_tokens, head)
+        flat = score_rows(self.model, experience, counts, self.max_tokens, head)
         if not with_entropy:
-            return experience.replace(**{self.field: scatter_rows(rows, experience.mask)})
-        return experience.replace(
-            logp_start=scatter_rows([row[0::2] for row in rows], experience.mask),
-            entropy=scatter_rows([row[1::2] for row in rows], experience.mask),
-        )
+            return experience.replace(**{self.field: scatter_flat(flat, experience.mask)})
+        logp, entropy = (scatter_flat(column, experience.mask) for column in flat.view(-1, 2).T)
+        return experience.replace(logp_start=logp, entropy=entropy)
 
 
 class OtherWeights(Protocol):
@@ -132,8 +148,8 @@ class ValueScorer:
             return values(self.model, hidden, batch.packed.logit_positions)
 
         counts = experience.mask.sum(1).tolist()
-        rows = score_rows(self.model, experience, counts, self.max_tokens, head)
-        return experience.replace(value=scatter_rows(rows, experience.mask))
+        flat = score_rows(self.model, experience, counts, self.max_tokens, head)
+        return experience.replace(value=scatter_flat(flat, experience.mask))
 
 
 @dataclass(frozen=True)
@@ -152,8 +168,8 @@ class RewardModelScorer:
             return values(self.model, hidden, batch.packed.last_positions).flatten()
 
         num_rows, num_labels = experience.num_rows, len(self.labels)
-        rows = score_rows(self.model, experience, [num_labels] * num_rows, self.max_tokens, head)
-        return torch.cat(rows).view(num_rows, num_labels)
+        flat = score_rows(self.model, experience, [num_labels] * num_rows, self.max_tokens, head)
+        return flat.view(num_rows, num_labels)
 
     def scores(self, experience: Experience) -> torch.Tensor:
         """[B] float32, by the rule. Collective over the world."""

@@ -84,7 +84,7 @@ def _sampled(settings: OnlineRun, options: Verification, tokenizer: Tokenizer, m
         step=0,
     )
     requests = [Request(sample.prompt.token_ids, sample.prompt.row_id, sample.sample) for sample in samples]
-    completions = Generator(model, max_slots=rollout.max_slots).generate(requests, sampling)
+    completions = Generator(model, max_slots=rollout.max_slots).sample(requests, sampling)
     return experience_of(samples, completions, tokenizer)
 
 

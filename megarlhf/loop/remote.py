@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarlhf.config.settings import Reference
 from megarlhf.errors import ConfigError, RemoteError
 from megarlhf.parallel.rows import gather_objects
-from megarlhf.records.experience import Experience, response_mask, scatter_rows
+from megarlhf.records.experience import Experience, flat_numbers, response_mask, scatter_flat
 from megarlhf.rewards.remote import Endpoint, check_url, is_finite_number, numbers, read_token
 from megarlhf.rewards.sources import token_ids
 
@@ -48,18 +49,18 @@ class RemoteReference:
         answers = ask_on_all_ranks(self._ask, experience)
         _raise_together([text for _, text in answers if text])
         everywhere = response_mask(experience.lengths, experience.prompt_lengths, experience.mask.shape[1])
-        logp = scatter_rows([row for rows, _ in answers for row in rows], everywhere)
+        logp = scatter_flat(torch.cat([torch.zeros(0), *(logps for logps, _ in answers)]), everywhere)
         return experience.replace(logp_reference=logp * experience.mask)
 
-    def _ask(self, rows: Experience) -> tuple[list[list[float]], str]:
-        """Log-probs of every response token of each row, and why there are none."""
+    def _ask(self, rows: Experience) -> tuple[torch.Tensor, str]:
+        """Log-probs of every response token, row by row end to end, and why there are none."""
         found: list[list[float]] = []
         try:
             for start in range(0, rows.num_rows, self.request_rows):
                 found += self._request(rows.select(range(start, min(rows.num_rows, start + self.request_rows))))
         except RemoteError as error:
-            return [], f"reference.url: rank {dist.get_rank()}: {error}"
-        return found, ""
+            return torch.zeros(0), f"reference.url: rank {dist.get_rank()}: {error}"
+        return flat_numbers(found), ""
 
     def _request(self, rows: Experience) -> list[list[float]]:
         body = token_ids(rows)

@@ -1,15 +1,18 @@
-"""The source of a step's batch: prompts in order, weights brought up to date, responses sampled, texts decoded."""
+"""The source of a step's batch: prompts in order, weights brought up to date, responses sampled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from megarlhf.data.order import PromptOrder, occurrences
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.engines.generator import Completion, Generator, Request, Sampling
+from megarlhf.engines.generator import Completions, Generator, Request, Sampling
 from megarlhf.engines.learner import Learner
-from megarlhf.records.experience import Experience
+from megarlhf.records.experience import Experience, flat_ids, scatter_flat
 from megarlhf.records.metrics import Metric, Total
 from megarlhf.records.prompts import Prompt, Sample, siblings
+from megarlhf.records.texts import DecodedTexts
 from megarlhf.residency.residency import Residency
 from megarlhf.residency.schedule import GENERATOR_CACHE, GENERATOR_PACKED
 from megarlhf.residency.stages import WEIGHTS, Tenant
@@ -68,7 +71,7 @@ class Rollouts:
         weights = _ACTOR if self.resharder is None else _GENERATOR
         entered = self.residency.stage("generate", [weights, GENERATOR_PACKED, GENERATOR_CACHE])
         with self.spans("generate"), entered:
-            completions = self.generator.generate(requests, replace(self.sampling, step=step))
+            completions = self.generator.sample(requests, replace(self.sampling, step=step))
             self.residency.note(GENERATOR_CACHE, self.generator.report.cache_bytes)
             self.residency.note(GENERATOR_PACKED, self.generator.report.packed_bytes)
         return experience_of(samples, completions, self.tokenizer)
@@ -89,16 +92,22 @@ class Rollouts:
         self._version = self.actor.num_updates
 
 
-def experience_of(samples: Sequence[Sample], completions: Sequence[Completion], tokenizer: Tokenizer) -> Experience:
-    """One row per sample and its completion, with `logp_rollout` and the texts."""
-    return Experience.from_completions(
-        [sample.prompt.token_ids for sample in samples],
-        [completion.token_ids for completion in completions],
-        [completion.logps for completion in completions],
-        row_id=[sample.prompt.row_id for sample in samples],
-        group=[sample.group for sample in samples],
-        finished=[completion.finish_reason == "stop" for completion in completions],
-        prompts=[sample.prompt.text for sample in samples],
-        responses=[tokenizer.decode(completion.token_ids) for completion in completions],
-        metadata=[sample.prompt.metadata for sample in samples],
+def experience_of(samples: Sequence[Sample], completions: Completions, tokenizer: Tokenizer) -> Experience:
+    """One row per sample and its completion, with `logp_rollout` and the texts, decoded where they are read."""
+    prompts = [sample.prompt for sample in samples]
+    rows = Experience.from_flat(
+        flat_ids(prompt.token_ids for prompt in prompts),
+        torch.tensor([len(prompt.token_ids) for prompt in prompts], dtype=torch.int64),
+        completions.token_ids,
+        completions.lengths,
+        row_id=torch.tensor([prompt.row_id for prompt in prompts], dtype=torch.int64),
+        group=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
+        finished=completions.finished,
+    )
+    everyone = torch.arange(rows.num_rows)
+    return rows.replace(
+        logp_rollout=scatter_flat(completions.logps, rows.mask),
+        prompts=tuple(prompt.text for prompt in prompts),
+        responses=DecodedTexts(tokenizer.decode, rows.tokens, rows.prompt_lengths, rows.lengths, everyone),
+        metadata=tuple(prompt.metadata for prompt in prompts),
     )

@@ -73,6 +73,8 @@ class Scores:
         weights = torch.tensor(list(self.weights), dtype=torch.float32)
         score = (weights[:, None] * stacked).sum(0)
         score = torch.where(has_score, score, score[has_score].mean())
+        if bool(has_score.all()):
+            return experience.replace(score=score)
         return experience.replace(score=score, mask=experience.mask & has_score[:, None])
 
     def _raw_metrics(self, raw: torch.Tensor | None) -> dict[str, Metric]:

@@ -4,12 +4,16 @@ Rows are padded on the right. Position t of a [B, T] field speaks about the toke
 policy sampled it (`mask`), the value *before* it. Shapes and dtypes are checked whenever a record is made.
 """
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from megarlhf.records.texts import DecodedTexts
 
 PAD = 0
 """Token id right of a row's end; it is never read, whatever the tokenizer's own padding id is."""
@@ -34,6 +38,7 @@ _PER_TOKEN = (
     "advantage",
     "target",
 )
+_MEANING = frozenset({"tokens", "lengths", "prompt_lengths", "mask"})
 _TEXTS = ("prompts", "responses", "metadata")
 _FILLED_BY = {
     "logp_rollout": "the generator",
@@ -70,10 +75,11 @@ class Experience:
     """[B] int64: prompt group within this batch; siblings share it, wherever they are."""
     finished: Tensor
     """[B] bool: the response ended with a stop token."""
-    prompts: tuple[str, ...] = ()
-    responses: tuple[str, ...] = ()
+    prompts: Sequence[str] = ()
+    responses: Sequence[str] = ()
     metadata: tuple[Mapping[str, Any], ...] = ()
-    """Texts and grading data of each row, for rewards and logs; all empty when there are none."""
+    """Texts and grading data of each row, for rewards and logs; all empty when there are none. Responses that were
+    sampled are decoded when they are read."""
     logp_rollout: Tensor | None = None
     """[B, T] float32: log-prob of the token at t+1 as the sampler saw it, in nats."""
     logp_start: Tensor | None = None
@@ -120,27 +126,50 @@ class Experience:
         responses: Sequence[str] = (),
         metadata: Sequence[Mapping[str, Any]] = (),
     ) -> Self:
-        """Pad B sampled responses into a record. `logps` holds one number per sampled token, in nats."""
-        rows = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        prompt_lengths = torch.tensor([len(prompt) for prompt in prompt_ids], dtype=torch.int64)
+        """Pad B responses, given as lists, into a record. `logps` holds one number per sampled token, in nats."""
+        assert len(prompt_ids) == len(response_ids), f"{len(prompt_ids)} prompts and {len(response_ids)} responses"
+        experience = cls.from_flat(
+            flat_ids(prompt_ids),
+            torch.tensor([len(row) for row in prompt_ids], dtype=torch.int64),
+            flat_ids(response_ids),
+            torch.tensor([len(row) for row in response_ids], dtype=torch.int64),
+            row_id=torch.tensor(list(row_id), dtype=torch.int64),
+            group=torch.tensor(list(group), dtype=torch.int64),
+            finished=torch.tensor(list(finished), dtype=torch.bool),
+        )
+        scores = {} if logps is None else {"logp_rollout": scatter_rows(logps, experience.mask)}
+        texts = {"prompts": tuple(prompts), "responses": tuple(responses), "metadata": tuple(metadata)}
+        return experience.replace(**scores, **texts)
+
+    @classmethod
+    def from_flat(
+        cls,
+        prompt_ids: Tensor,
+        prompt_lengths: Tensor,
+        response_ids: Tensor,
+        response_lengths: Tensor,
+        *,
+        row_id: Tensor,
+        group: Tensor,
+        finished: Tensor,
+    ) -> Self:
+        """Pad B responses into a record: ids (of any integer type) of all prompts end to end, of all responses end to
+        end, and how many each row has, [B] int64. No work in Python grows with the tokens, and little with the rows."""
+        lengths = prompt_lengths + response_lengths
         width = max([2, *lengths.tolist()])
-        tokens = torch.full((len(rows), width), PAD, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        mask = response_mask(lengths, prompt_lengths, width - 1)
+        is_prompt, is_text = _is_before(prompt_lengths, width), _is_before(lengths, width)
+        is_response = is_text & ~is_prompt
+        tokens = torch.full((len(lengths), width), PAD, dtype=torch.int64)
+        tokens.masked_scatter_(is_prompt, _fitting(prompt_ids, prompt_lengths, "prompt ids").to(torch.int64))
+        tokens.masked_scatter_(is_response, _fitting(response_ids, response_lengths, "response ids").to(torch.int64))
         return cls(
             tokens=tokens,
             lengths=lengths,
             prompt_lengths=prompt_lengths,
-            mask=mask,
-            row_id=torch.tensor(list(row_id), dtype=torch.int64),
-            group=torch.tensor(list(group), dtype=torch.int64),
-            finished=torch.tensor(list(finished), dtype=torch.bool),
-            prompts=tuple(prompts),
-            responses=tuple(responses),
-            metadata=tuple(metadata),
-            logp_rollout=None if logps is None else scatter_rows(logps, mask),
+            mask=is_response[:, 1:].contiguous(),
+            row_id=row_id,
+            group=group,
+            finished=finished,
         )
 
     @property
@@ -154,15 +183,23 @@ class Experience:
 
     def replace(self, **changes: Any) -> Self:
         """A checked copy with some fields changed."""
-        return replace(self, **changes)
+        assert changes.keys() <= self.__dict__.keys(), (
+            f"no such fields: {sorted(changes.keys() - self.__dict__.keys())}"
+        )
+        # What the mask means is checked token by token, so only where it can have changed.
+        return replace(self, **changes) if changes.keys() & _MEANING else self._copy(changes)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """The rows `rows`, in that order, of every field that is filled. The width S stays."""
         index = torch.as_tensor(rows, dtype=torch.int64)
-        changes: dict[str, Any] = {}
-        for name, value in self._filled():
-            changes[name] = tuple(value[i] for i in index.tolist()) if name in _TEXTS else value[index]
-        return replace(self, **changes)
+        return self._copy({name: _rows_of(value, index) for name, value in self._filled()})
+
+    def _copy(self, changes: Mapping[str, Any]) -> Self:
+        """With some fields changed, none of which makes the mask mean something else."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update({**self.__dict__, **changes})
+        _check_tensors(copy)
+        return copy
 
     def require(self, names: Sequence[str]) -> None:
         """Assert that the fields `names` are filled; the message says which stage should have filled them."""
@@ -177,18 +214,56 @@ class Experience:
 
 def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
     """[B, width] bool: t is true when the token at t+1 belongs to the response. An empty response has no true t."""
-    position = torch.arange(width)
-    return (position >= prompt_lengths[:, None] - 1) & (position < lengths[:, None] - 1)
+    return _is_before(lengths - 1, width) & ~_is_before(prompt_lengths - 1, width)
+
+
+def scatter_flat(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] float32 from one number per valid token, row by row end to end; 0 elsewhere. Asserts that the count
+    agrees."""
+    num_valid = int(mask.sum())
+    assert values.shape == (num_valid,), f"{list(values.shape)} numbers for {num_valid} valid tokens"
+    return torch.zeros(mask.shape, dtype=torch.float32).masked_scatter_(mask, values.to(torch.float32))
 
 
 def scatter_rows(rows: Sequence[Sequence[float] | Tensor], mask: Tensor) -> Tensor:
-    """[B, T] float32 from one number per valid token of each row; 0 elsewhere. Asserts that the counts agree."""
+    """`scatter_flat` of numbers in one list or tensor per row. Asserts that the counts agree row by row."""
     counts = mask.sum(dim=1).tolist()
     found = [len(row) for row in rows]
     assert found == counts, f"numbers per row {found} differ from the valid tokens per row {counts}"
-    out = torch.zeros(mask.shape, dtype=torch.float32)
-    out[mask] = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) if rows else out[mask]
-    return out
+    flat = [row if isinstance(row, Tensor) else flat_numbers([row]) for row in rows]
+    return scatter_flat(torch.cat([torch.zeros(0), *(row.to(torch.float32) for row in flat)]), mask)
+
+
+def flat_ids(rows: Iterable[Sequence[int]]) -> Tensor:
+    """[N] int64: token ids of all rows, end to end."""
+    return _flat(array("q", chain.from_iterable(rows)), torch.int64)
+
+
+def flat_numbers(rows: Iterable[Sequence[float]]) -> Tensor:
+    """[N] float32: numbers of all rows, end to end."""
+    return _flat(array("d", chain.from_iterable(rows)), torch.float64).to(torch.float32)
+
+
+def _flat(numbers: array, dtype: torch.dtype) -> Tensor:
+    # an array takes a list's numbers five times as fast as torch.tensor does; an empty one has no buffer
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
+
+
+def _is_before(ends: Tensor, width: int) -> Tensor:
+    """[B, width] bool: position < end of the row."""
+    return torch.arange(width, dtype=torch.int32) < ends[:, None].to(torch.int32)
+
+
+def _fitting(ids: Tensor, lengths: Tensor, what: str) -> Tensor:
+    num_ids = int(lengths.sum())
+    assert ids.shape == (num_ids,), f"{what}: shape {list(ids.shape)} for rows of {num_ids} together"
+    return ids
+
+
+def _rows_of(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, index)
+    return value.select(index) if isinstance(value, DecodedTexts) else tuple(value[row] for row in index.tolist())
 
 
 def _check_tensors(experience: Experience) -> None:

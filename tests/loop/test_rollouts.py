@@ -72,7 +72,7 @@ def test_weights_are_brought_up_to_date_before_every_sampling(tmp_path):
 def test_sampled_ids_are_trained_even_where_their_text_has_other_ids(tmp_path):
     """The text of 5, 6 is that of 7: a detour over text would train on a token that was never sampled."""
     from megarlhf.data.tokenizer import Tokenizer
-    from megarlhf.engines.generator import Completion
+    from megarlhf.engines.generator import Completions
     from megarlhf.loop.rollouts import experience_of
     from megarlhf.records.prompts import Prompt, siblings
 
@@ -85,7 +85,8 @@ def test_sampled_ids_are_trained_even_where_their_text_has_other_ids(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.encode_prompt("ab") == [7] and tokenizer.decode([5, 6]) == "ab"
     samples = siblings([Prompt(row_id=0, token_ids=(3, 4), text="cd", metadata={})], 1)
-    batch = experience_of(samples, [Completion((5, 6, 0), (-1.0, -2.0, -3.0), "stop")], tokenizer)
-    assert batch.responses == ("ab",)
+    sampled = torch.tensor([5, 6, 0]), torch.tensor([-1.0, -2.0, -3.0]), torch.zeros(3, dtype=torch.bool)
+    batch = experience_of(samples, Completions.of(*sampled, torch.tensor([3]), stop_ids=[0]), tokenizer)
+    assert tuple(batch.responses) == ("ab",) and batch.finished.tolist() == [True]
     assert batch.tokens[:, 1:][batch.mask].tolist() == [5, 6, 0], "the end token is trained too"
     assert batch.logp_rollout[batch.mask].tolist() == [-1.0, -2.0, -3.0]

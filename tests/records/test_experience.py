@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from megarlhf.records import Experience
-from megarlhf.records.experience import scatter_rows
+from megarlhf.records.experience import flat_ids, flat_numbers, response_mask, scatter_flat, scatter_rows
+from megarlhf.records.texts import DecodedTexts
 
 
 def three_rows() -> Experience:
@@ -93,3 +96,63 @@ def test_tool_tokens_may_be_holes_in_the_mask():
         [[1, 2, 3]], [[4, 5, 6, 7, 8]], None, row_id=[0], group=[0], finished=[False]
     ).replace(mask=mask)
     assert rows.tokens[:, 1:][rows.mask].tolist() == [4, 5, 8]
+
+
+PROMPTS = some.lists(some.integers(0, 99), min_size=1, max_size=5)
+ROWS = some.lists(some.tuples(PROMPTS, some.lists(some.integers(0, 99), max_size=5)), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_flat_ids_land_where_a_loop_over_rows_puts_them(rows):
+    """Ragged rows, responses without a token, and no rows at all."""
+    prompts, responses = [prompt for prompt, _ in rows], [response for _, response in rows]
+    of_rows = {name: torch.arange(len(rows)) for name in ("row_id", "group")}
+    record = Experience.from_flat(
+        flat_ids(prompts).to(torch.int32),
+        torch.tensor([len(row) for row in prompts], dtype=torch.int64),
+        flat_ids(responses).to(torch.int32),
+        torch.tensor([len(row) for row in responses], dtype=torch.int64),
+        finished=torch.zeros(len(rows), dtype=torch.bool),
+        **of_rows,
+    )
+    width = max([2, *(len(prompt) + len(response) for prompt, response in rows)])
+    assert record.tokens.shape == (len(rows), width) and record.mask.shape == (len(rows), width - 1)
+    for row, (prompt, response) in enumerate(rows):
+        text = prompt + response
+        assert record.tokens[row].tolist() == text + [0] * (width - len(text))
+        assert record.mask[row].tolist() == [len(prompt) <= t + 1 < len(text) for t in range(width - 1)]
+    assert torch.equal(record.mask, response_mask(record.lengths, record.prompt_lengths, width - 1))
+
+
+def test_numbers_end_to_end_land_where_numbers_by_row_do():
+    mask = torch.tensor([[False, True, True], [False, False, False], [True, False, True]])
+    rows = [[1.1, 2.2], [], [3.3, 4.4]]
+    by_row = torch.zeros(3, 3)
+    for place, numbers in zip(by_row, rows, strict=True):
+        place[mask[rows.index(numbers)]] = torch.tensor(numbers)
+    assert torch.equal(scatter_flat(flat_numbers(rows), mask), by_row)
+    assert torch.equal(scatter_rows([torch.tensor(numbers) for numbers in rows], mask), by_row)
+    with pytest.raises(AssertionError, match=r"\[3\] numbers for 4 valid tokens"):
+        scatter_flat(torch.zeros(3), mask)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(AssertionError, match="no such fields: .'rewards'"):
+        three_rows().replace(rewards=torch.zeros(3))
+
+
+def test_texts_are_decoded_when_they_are_read():
+    asked = []
+
+    def decode(ids: list[int]) -> str:
+        asked.append(ids)
+        return " ".join(map(str, ids))
+
+    record = three_rows()
+    texts = DecodedTexts(decode, record.tokens, record.prompt_lengths, record.lengths, torch.arange(3))
+    record = record.replace(responses=texts)
+    chosen = record.select([2, 0])
+    assert asked == [] and len(chosen.responses) == 2
+    assert chosen.responses[0] == "9" and chosen.responses[-1] == "7 8" and asked == [[9], [7, 8]]
+    assert tuple(record.responses) == ("7 8", "", "9") and record.responses[1:] == ("", "9")

@@ -10,6 +10,6 @@ transformers is measured by `python -m tests.benchmarks.rollout` and told in doc
 """
 
 from megarlhf.engines.generator.generator import GenerationReport, Generator
-from megarlhf.engines.generator.requests import Completion, Request, Sampling
+from megarlhf.engines.generator.requests import Completion, Completions, Request, Sampling
 
-__all__ = ["Completion", "GenerationReport", "Generator", "Request", "Sampling"]
+__all__ = ["Completion", "Completions", "GenerationReport", "Generator", "Request", "Sampling"]

@@ -16,7 +16,7 @@ from megarlhf.device import labelled
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.decode import Prefilled, decode, prefill
 from megarlhf.engines.generator.noise import row_keys
-from megarlhf.engines.generator.requests import Completion, Request, Sampling
+from megarlhf.engines.generator.requests import Completions, Request, Sampling
 from megarlhf.engines.generator.sampler import Choice, Shard, choose
 from megarlhf.engines.generator.steps import head_map, layer_steps
 from megarlhf.models.build import Model
@@ -62,7 +62,7 @@ class Flight:
         """Memory of keys and values."""
         return self._cache.num_bytes
 
-    def run(self) -> list[Completion]:
+    def run(self) -> Completions:
         """Completions in the order of the requests. Collective over the model's tensor and pipeline groups."""
         while self._num_active or self._waiting:
             hidden = [self._decode()] if self._num_active else []
@@ -173,27 +173,19 @@ class Flight:
             self._cache.move(self._num_active, slot, self._longest)
             self._slots[:, slot] = self._slots[:, self._num_active]
 
-    def _completions(self) -> list[Completion]:
+    def _completions(self) -> Completions:
         places = torch.cat([where for where, _ in self._log], 1).cpu()
         size = (len(self._requests), self._sampling.max_new_tokens)
         tokens, logps, near = torch.full(size, -1), torch.zeros(size), torch.zeros(size, dtype=torch.bool)
         tokens[*places] = torch.cat([choice.tokens for _, choice in self._log]).cpu()
         logps[*places] = torch.cat([choice.logps for _, choice in self._log]).cpu()
         near[*places] = torch.cat([choice.near_ties for _, choice in self._log]).cpu()
-        rows = zip(tokens, logps, near, (tokens >= 0).sum(1).tolist(), strict=True)
-        return [
-            completion(ids[:count].tolist(), scores[:count].tolist(), ties.nonzero()[:, 0].tolist(), self._sampling)
-            for ids, scores, ties, count in rows
-        ]
+        sampled = tokens >= 0
+        flat = (values.masked_select(sampled) for values in (tokens, logps, near))
+        return Completions.of(*flat, lengths=sampled.sum(1), stop_ids=self._sampling.stop_ids)
 
     def _prompt_of(self, request: int) -> tuple[int, ...]:
         return self._requests[request].prompt_ids
-
-
-def completion(tokens: list[int], logps: list[float], near_ties: list[int], sampling: Sampling) -> Completion:
-    """A completion whose reason to end is its last token."""
-    reason = "stop" if tokens[-1] in sampling.stop_ids else "length"
-    return Completion(tuple(tokens), tuple(logps), reason, tuple(near_ties))
 
 
 def _admission_order(requests: Sequence[Request]) -> list[int]:

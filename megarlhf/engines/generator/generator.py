@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megarlhf.engines.generator.flight import Flight, completion
-from megarlhf.engines.generator.requests import Completion, Request, Sampling
+from megarlhf.engines.generator.flight import Flight
+from megarlhf.engines.generator.requests import Completion, Completions, Request, Sampling
 from megarlhf.engines.generator.steps import packed_bytes
 from megarlhf.errors import DataError, LayoutError
 from megarlhf.models.build import Model
 from megarlhf.parallel.rows import gather_rows, share
+from megarlhf.records.experience import flat_ids
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Generator:
         Every rank passes the same requests. Raises DataError for an empty prompt, a token id outside the vocabulary, or
         a prompt that leaves the model's context too short for max_new_tokens.
         """
+        return list(self.sample(requests, sampling))
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Completions:
+        """`generate`, whose answer is flat tensors on the host, however many tokens there are."""
         _require_fit(requests, sampling, self.model)
         groups = self.model.groups
         dp = groups.layout.dp(groups.world_size)
@@ -71,8 +76,8 @@ class Generator:
         completions, flight = self._fly([requests[i] for i in mine], sampling)
         everything = _gather(mine, completions, len(requests), sampling, self.model)
         self.report = GenerationReport(
-            num_tokens=sum(len(one.token_ids) for one in everything),
-            num_near_ties=sum(len(one.near_ties) for one in everything),
+            num_tokens=len(everything.token_ids),
+            num_near_ties=int(everything.near_ties.sum()),
             num_prefilled_tokens=flight.num_prefilled_tokens if flight else 0,
             num_decode_passes=flight.num_decode_passes if flight else 0,
             cache_bytes=flight.cache_bytes if flight else 0,
@@ -80,9 +85,10 @@ class Generator:
         )
         return everything
 
-    def _fly(self, requests: list[Request], sampling: Sampling) -> tuple[list[Completion], Flight | None]:
+    def _fly(self, requests: list[Request], sampling: Sampling) -> tuple[Completions, Flight | None]:
         if not requests:
-            return [], None
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return Completions(nothing, torch.zeros(0), nothing.bool(), nothing, nothing.bool()), None
         modes = [chunk.training for chunk in self.model.chunks]
         for chunk in self.model.chunks:
             chunk.eval()
@@ -110,27 +116,17 @@ def share_requests(requests: Sequence[Request], max_new_tokens: int, dp: int) ->
     return [sorted(index for part in shares for index in parts[part]) for shares in share(costs, dp)]
 
 
-def _gather(
-    mine: list[int], completions: list[Completion], num_requests: int, sampling: Sampling, model: Model
-) -> list[Completion]:
-    """All ranks' completions in request order. Collective over the data-parallel group."""
-    coded = [_encode(one) for one in completions]
-    logps = [torch.tensor(one.logps, dtype=torch.float32) for one in completions]
-    all_coded = gather_rows(mine, coded, num_requests, model.groups.dp)
-    all_logps = gather_rows(mine, logps, num_requests, model.groups.dp)
-    return [_decode(row, scores, sampling) for row, scores in zip(all_coded, all_logps, strict=True)]
+def _gather(mine: list[int], found: Completions, num_requests: int, sampling: Sampling, model: Model) -> Completions:
+    """All ranks' completions in request order. Collective over the data-parallel group.
 
-
-def _encode(one: Completion) -> torch.Tensor:
-    """Token ids and near ties in one int64 row: 2 * id, plus 1 for a near tie."""
-    row = 2 * torch.tensor(one.token_ids, dtype=torch.int64)
-    row[list(one.near_ties)] += 1
-    return row
-
-
-def _decode(row: torch.Tensor, logps: torch.Tensor, sampling: Sampling) -> Completion:
-    near_ties = (row % 2).nonzero()[:, 0].tolist()
-    return completion((row // 2).tolist(), logps.tolist(), near_ties, sampling)
+    A token travels as two int32: 2 * id, plus 1 for a near tie, and the bits of its log-prob.
+    """
+    coded = (2 * found.token_ids + found.near_ties).to(torch.int32)
+    pairs = torch.stack([coded, found.logps.view(torch.int32)], 1).flatten()
+    pairs, lengths = gather_rows(mine, (2 * found.lengths).tolist(), pairs, num_requests, model.groups.dp)
+    coded, logps = (column.contiguous() for column in pairs.view(-1, 2).T)
+    ids = (coded >> 1).to(torch.int64)
+    return Completions.of(ids, logps.view(torch.float32), coded % 2 == 1, lengths // 2, sampling.stop_ids)
 
 
 def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) -> None:
@@ -148,6 +144,12 @@ def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) 
                 f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
                 f"do not fit the model's {architecture.max_positions} positions; give 1 to {room} tokens"
             )
+    distinct = {id(request.prompt_ids): request for request in requests}
+    ids = flat_ids(request.prompt_ids for request in distinct.values())
+    if not len(ids) or (0 <= int(ids.min()) and int(ids.max()) < architecture.vocab_size):
+        return
+    for request in distinct.values():
+        prompt = request.prompt_ids
         if not 0 <= min(prompt) <= max(prompt) < architecture.vocab_size:
             raise DataError(
                 f"prompt of row {request.row_id}: token ids {min(prompt)} to {max(prompt)} are not all in the model's "

@@ -1,7 +1,11 @@
 """What is asked of the generator and what it answers: requests, sampling settings, completions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from megarlhf.errors import ConfigError
 
@@ -79,3 +83,49 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     near_ties: tuple[int, ...] = ()
     """Positions in `token_ids` where rounding could have chosen another token (see sampler.py)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Completions(Sequence[Completion]):
+    """R sampled responses of N tokens together, end to end. One of them is made when it is asked for."""
+
+    token_ids: Tensor
+    """[N] int64: sampled tokens; the stop token that ended a response is its last."""
+    logps: Tensor
+    """[N] float32, as in `Completion`."""
+    near_ties: Tensor
+    """[N] bool: rounding could have chosen another token."""
+    lengths: Tensor
+    """[R] int64: at least 1."""
+    finished: Tensor
+    """[R] bool: the last token is a stop token."""
+
+    @classmethod
+    def of(
+        cls, token_ids: Tensor, logps: Tensor, near_ties: Tensor, lengths: Tensor, stop_ids: Sequence[int]
+    ) -> "Completions":
+        """Finished where the last token is one of `stop_ids`."""
+        last = token_ids[lengths.cumsum(0) - 1]
+        return cls(token_ids, logps, near_ties, lengths, torch.isin(last, torch.tensor(stop_ids, dtype=torch.int64)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        end = int(self.lengths[: range(len(self))[index] + 1].sum())
+        place = slice(end - int(self.lengths[index]), end)
+        return _completion(self.token_ids[place], self.logps[place], self.near_ties[place], self.finished[index])
+
+    def __iter__(self):
+        lengths = self.lengths.tolist()
+        parts = (values.split(lengths) for values in (self.token_ids, self.logps, self.near_ties))
+        return map(_completion, *parts, self.finished)
+
+
+def _completion(token_ids: Tensor, logps: Tensor, near_ties: Tensor, finished: Tensor) -> Completion:
+    reason = "stop" if bool(finished) else "length"
+    return Completion(
+        tuple(token_ids.tolist()), tuple(logps.tolist()), reason, tuple(near_ties.nonzero()[:, 0].tolist())
+    )
