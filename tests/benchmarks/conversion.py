@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import psutil
 import torch
 
 from megarlhf.weights.safetensors_file import header_of, shards
-from tests.benchmarks.report import Row, finish
+from tests.benchmarks.report import Row, finish, scratch
 from tests.tiny import tiny_config, tiny_shapes
 
 SIZES = {
@@ -153,13 +152,8 @@ def main() -> None:
     parser.add_argument("--workers", default="2")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if given.folder:
-        given.folder.mkdir(parents=True, exist_ok=True)
-    at = Path(tempfile.mkdtemp(prefix="conversion_benchmark_", dir=given.folder))
-    try:
+    with scratch(given.folder) as at:
         finish(compared(at, given.size, given.workers), given.json)
-    finally:
-        shutil.rmtree(at, ignore_errors=True)
 
 
 def compared(at: Path, size: str, workers: str) -> list[Row]:

@@ -12,12 +12,23 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl")
+
+
+@contextmanager
+def scratch(folder: Path | None) -> Iterator[Path]:
+    """A folder for the block, in `folder`, or among the temporary ones without it."""
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="benchmark_", dir=folder, ignore_cleanup_errors=True) as made:
+        yield Path(made)
 
 
 def this_command() -> str:

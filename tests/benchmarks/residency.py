@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,7 @@ from megarlhf.config.algorithms import PPO
 from megarlhf.config.layout import Layout
 from megarlhf.config.residency import CriticResidency
 from megarlhf.config.settings import Actor, Critic, Data, PPORun, Reward, Rollout, Run
-from tests.benchmarks.report import Row, finish
+from tests.benchmarks.report import Row, finish, scratch
 from tests.distributed.pool import free_port
 
 POLICY = Path("assets/SmolLM2-135M-Instruct")
@@ -127,13 +126,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.folder:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    at = Path(tempfile.mkdtemp(prefix="residency_benchmark_", dir=options.folder))
-    try:
+    with scratch(options.folder) as at:
         finish(compared(at, options.ranks, options.steps), options.json)
-    finally:
-        shutil.rmtree(at, ignore_errors=True)
 
 
 def compared(at: Path, ranks: int, steps: int) -> list[Row]:

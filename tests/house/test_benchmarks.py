@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import __main__ as bench
-from tests.benchmarks.report import Row, read, table, write
+from tests.benchmarks.report import Row, read, scratch, table, write
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ def test_rows_are_written_and_read_back(tmp_path):
     assert [row["met"] for row in json.loads((tmp_path / "deep" / "rows.json").read_text())] == [True, None]
     text = table(rows)
     assert "| speed | 2.5 x | >= 2.0 | yes | 5 rounds |" in text and "`python -m a`: speed." in text
+
+
+def test_a_benchmarks_folder_is_gone_when_it_ends_and_the_one_it_was_given_is_not(tmp_path):
+    with pytest.raises(ZeroDivisionError), scratch(tmp_path / "room") as at:
+        assert at.parent == tmp_path / "room" and at.is_dir()
+        1 / 0
+    assert list(tmp_path.rglob("*")) == [tmp_path / "room"]
 
 
 def test_a_broken_benchmark_does_not_stop_the_others(tmp_path, monkeypatch):
