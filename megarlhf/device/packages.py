@@ -13,8 +13,10 @@ def installed(name: str) -> str | None:
 
 
 def can_import(module: str) -> bool:
-    """A top-level module can be found; it is not imported."""
-    return find_spec(module) is not None
+    """A top-level module can be found; it is not imported. A mere folder of that name, such as wandb's own `wandb/` of
+    the runs that were started here, is none."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def has_real_apex() -> bool:

@@ -1,9 +1,10 @@
-"""What a rank writes into its box, the others read; no file stays behind; and without room there are no boxes."""
+"""What a rank writes into its box, the others read; none has a name; and without room there are no boxes."""
 
-from pathlib import Path
+import os
 
 import torch.distributed as dist
 
+from megarlhf.parallel import shared_memory
 from tests.distributed.pool import run_on_ranks
 
 
@@ -23,11 +24,23 @@ def boxes_on_rank(rank: int, world_size: int, num_bytes: int):
     return found, [len(box) for box in boxes]
 
 
-def test_all_read_what_each_has_written_and_no_file_stays():
-    before = set(Path("/dev/shm").glob("megarlhf-*"))
+def test_all_read_what_each_has_written():
     for found, sizes in run_on_ranks(2, boxes_on_rank, 4096):
         assert found == [[[1], [2]], [[11], [12]]] and sizes == [4096, 4096]
-    assert set(Path("/dev/shm").glob("megarlhf-*")) - before == set()
+
+
+def test_a_box_never_has_a_name_so_a_killed_process_leaves_none():
+    with shared_memory._make_box(4096) as box:
+        found = os.fstat(box.fileno())
+        assert found.st_nlink == 0 and found.st_size == 4096 and found.st_dev == os.stat("/dev/shm").st_dev
+
+
+def test_a_file_that_another_process_has_under_the_boxs_number_is_not_mapped():
+    with shared_memory._make_box(4096) as box, shared_memory._make_box(4096) as other:
+        place, stranger = shared_memory._place(box), shared_memory._place(other)
+        assert [len(tensor) for tensor in shared_memory._mapped([place, stranger], 4096)] == [4096, 4096]
+        assert shared_memory._mapped([place, stranger._replace(path=place.path)], 4096) is None
+        assert shared_memory._mapped([place._replace(path="/proc/0/fd/3")], 4096) is None
 
 
 def test_without_room_no_rank_has_boxes():
