@@ -13,6 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarlhf.config.flags import Parser
 from megarlhf.config.layout import Layout
 from megarlhf.errors import ConfigError, MegarlhfError
 from megarlhf.telemetry.status import BAD_INPUT as BAD_INPUT
@@ -35,7 +36,7 @@ _MAX_WORKERS = 4
 
 def parser(tool: str, description: str) -> argparse.ArgumentParser:
     """A parser whose help opens with the idea of the tool, which is a name as `megarlhf convert` knows it."""
-    return argparse.ArgumentParser(prog=f"megarlhf convert {tool}", description=description.strip().splitlines()[0])
+    return Parser(prog=f"megarlhf convert {tool}", description=description.strip().splitlines()[0])
 
 
 def positive(text: str) -> int:
@@ -109,12 +110,12 @@ def guarded(main: Callable[[Sequence[str] | None], int], words: Sequence[str] | 
     try:
         return main(words)
     except KeyboardInterrupt:
-        print("interrupted; the same command again goes on from here", file=sys.stderr)
+        print("megarlhf: interrupted; the same command again goes on from here", file=sys.stderr)
         return INTERRUPTED
     except MegarlhfError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"megarlhf: error: {error}", file=sys.stderr)
         return exit_code(error)
     except OSError as error:
         move = "; the unfinished folder is removed: make room or choose another disk" if error.errno in _FULL else ""
-        print(f"error: {error}{move}", file=sys.stderr)
+        print(f"megarlhf: error: {error}{move}", file=sys.stderr)
         return FAILED

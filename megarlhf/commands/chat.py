@@ -1,7 +1,8 @@
 """`megarlhf chat`: talk to a model folder on this machine, in the terminal."""
 
-import argparse
 from collections.abc import Sequence
+
+from megarlhf.config.flags import Parser
 
 SUMMARY = "talk to a Hugging Face model folder: megarlhf chat MODEL_DIR [--plain]"
 
@@ -45,8 +46,8 @@ def _read_line() -> str:
         return ""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarlhf chat", description=SUMMARY)
+def _parser() -> Parser:
+    parser = Parser(prog="megarlhf chat", description=SUMMARY)
     parser.add_argument("model", help="Hugging Face model folder, or a folder of LoRA adapters")
     parser.add_argument("--base", default="", help="folder of the model that LoRA adapters are for, if not as they say")
     parser.add_argument("--plain", action="store_true", help="continue each line as it is, without the chat template")

@@ -1,10 +1,10 @@
 """`megarlhf compare`: several runs on common axes, and the settings in which they differ."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.commands.report import require_extra, write_page
+from megarlhf.config.flags import Parser
 from megarlhf.errors import ConfigError
 
 SUMMARY = "write several runs on common axes as one HTML file: megarlhf compare RUN_DIR RUN_DIR ... [--out FILE.html]"
@@ -12,7 +12,7 @@ SUMMARY = "write several runs on common axes as one HTML file: megarlhf compare 
 
 def main(argv: Sequence[str]) -> int:
     """Writes compare.html, or the file given. Raises DataError when a folder holds no run."""
-    parser = argparse.ArgumentParser(prog="megarlhf compare", description=SUMMARY.partition(":")[0])
+    parser = Parser(prog="megarlhf compare", description=SUMMARY.partition(":")[0])
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="run folders (run.dir)")
     parser.add_argument("--out", default="compare.html", metavar="FILE.html", help="default: compare.html")
     words = parser.parse_args(argv)

@@ -4,7 +4,6 @@ The script is complete in itself, so that a key press does not start Python. Set
 of other commands from their own help.
 """
 
-import argparse
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,9 @@ from typing import Literal, get_args, get_origin
 
 from megarlhf.commands import command_summaries
 from megarlhf.commands.convert import TOOLS
+from megarlhf.config.command import OWN_FLAGS
 from megarlhf.config.fields import settings_of
+from megarlhf.config.flags import Parser
 from megarlhf.config.runs import COMMANDS
 
 SUMMARY = "print a shell's completion script: source <(megarlhf completion bash)"
@@ -33,12 +34,14 @@ class Words:
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """With the values of those that take one of a few."""
     commands: tuple[str, ...] = ()
-    """What may be its first word, beside a file."""
+    """What may be its first word, beside a path."""
+    paths: Literal["files", "folders", "none"] = "files"
+    """What its words may be that follow no flag."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the script."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megarlhf completion",
         description="Prints a script for one shell. To have it at every start, add the line to the shell's own file.",
         epilog="bash (~/.bashrc): source <(megarlhf completion bash)   zsh (~/.zshrc, after compinit): source "
@@ -53,16 +56,19 @@ def main(argv: Sequence[str]) -> int:
 def vocabulary() -> dict[str, Words]:
     """What may follow each command, by its name: `ppo`, `convert inspect`."""
     found = {}
-    for name in command_summaries():
+    for name, summary in command_summaries().items():
         typed = name.replace("-plus-plus", "++")
         if typed in COMMANDS:
-            found[typed] = Words(_settings(COMMANDS[typed]) | dict.fromkeys(("--dry-run", "--json", "--profile"), ()))
-        elif name != "completion":
-            nested = TOOLS if name == "convert" else tuple(COMMANDS) if name in _OF_A_RECIPE else ()
-            found[typed] = Words(_in_help([name, "--help"]), nested)
+            found[typed] = Words(_settings(COMMANDS[typed]) | dict.fromkeys(OWN_FLAGS, ()))
+        elif name not in ("completion", "convert"):
+            nested = tuple(COMMANDS) if name in _OF_A_RECIPE else ()
+            takes_folder = f"megarlhf {name} MODEL_DIR" in summary or f"megarlhf {name} RUN_DIR" in summary
+            found[typed] = Words(_in_help([name, "--help"]), nested, "folders" if takes_folder else "files")
     for tool in TOOLS:
-        found[f"convert {tool}"] = Words(_in_help(["convert", tool, "--help"]))
-    return found | {"completion": Words(commands=tuple(_SCRIPTS))}
+        found[f"convert {tool}"] = Words(_in_help(["convert", tool, "--help"]), paths="folders")
+    for name, words in {"convert": TOOLS, "completion": tuple(_SCRIPTS)}.items():
+        found[name] = Words(_in_help([name, "--help"]), words, "none")
+    return found
 
 
 def _settings(cls: type, prefix: str = "--") -> dict[str, tuple[str, ...]]:
@@ -104,12 +110,13 @@ def _functions(found: dict[str, Words]) -> str:
             _cases("_megarlhf_flags", {name: sorted(words.flags) for name, words in found.items()}),
             _cases("_megarlhf_values", values),
             _cases("_megarlhf_words", {"": _first(found)} | {name: words.commands for name, words in found.items()}),
+            _cases("_megarlhf_paths", {name: (words.paths,) for name, words in found.items()}),
             _SHARED,
         ]
     )
 
 
-_SHARED = """# $1 is the command, $2 the word after it, which may be a tool or a training command, $3 a flag
+_SHARED = """# $1 is the command, $2 the next word (perhaps a tool or a training command), $3 the word before, or a flag
 _megarlhf_flags_of() {
   _megarlhf_flags "$1"
   _megarlhf_flags "$1 $2"
@@ -119,6 +126,11 @@ _megarlhf_values_of() {
   _megarlhf_values "$1 $3"
   _megarlhf_values "$1 $2 $3"
   case " $(_megarlhf_words "$1") " in *" $2 "*) _megarlhf_values "$2 $3" ;; esac
+}
+_megarlhf_paths_of() {
+  case "$3" in -*) echo files; return ;; esac
+  local paths="$(_megarlhf_paths "$1 $2")"
+  if [ -n "$paths" ]; then echo "$paths"; else _megarlhf_paths "$1"; fi
 }"""
 
 
@@ -141,10 +153,12 @@ _megarlhf() {{
     COMPREPLY=($(compgen -W "$values" -- "$current"))
   elif [[ "$current" == -* ]]; then
     COMPREPLY=($(compgen -W "$(_megarlhf_flags_of "$name" "$second")" -- "$current"))
-  elif [ "$COMP_CWORD" -eq 2 ]; then
-    COMPREPLY=($(compgen -W "$(_megarlhf_words "$name")" -- "$current"; compgen -f -- "$current"))
   else
-    COMPREPLY=($(compgen -f -- "$current"))
+    [ "$COMP_CWORD" -eq 2 ] && COMPREPLY=($(compgen -W "$(_megarlhf_words "$name")" -- "$current"))
+    case "$(_megarlhf_paths_of "$name" "$second" "$before")" in
+      files) COMPREPLY+=($(compgen -f -- "$current")) ;;
+      folders) COMPREPLY+=($(compgen -d -- "$current")) ;;
+    esac
   fi
 }}
 complete -o filenames -F _megarlhf megarlhf"""
@@ -166,7 +180,10 @@ _megarlhf() {{
     compadd -- ${{=$(_megarlhf_flags_of "$name" "$second")}}
   else
     (( CURRENT == 3 )) && compadd -- ${{=$(_megarlhf_words "$name")}}
-    _files
+    case "$(_megarlhf_paths_of "$name" "$second" "${{words[CURRENT-1]}}")" in
+      files) _files ;;
+      folders) _files -/ ;;
+    esac
   fi
 }}
 compdef _megarlhf megarlhf"""
@@ -181,6 +198,10 @@ def _fish(found: dict[str, Words]) -> str:
     for name, words in found.items():
         seen = "; and ".join(f"__fish_seen_subcommand_from {part}" for part in name.split())
         lines += [f"complete -c megarlhf -n '{seen}' -a '{' '.join(words.commands)}'"] if words.commands else []
+        if words.paths == "none":
+            lines.append(f"complete -c megarlhf -n '{seen}' -f")
+        elif words.paths == "folders":
+            lines.append(f"complete -c megarlhf -n '{seen}' -a '(__fish_complete_directories)'")
         for flag, values in words.flags.items():
             choices = f" -x -a '{' '.join(values)}'" if values else ""
             lines.append(f"complete -c megarlhf -n '{seen}' -l {flag[2:]}{choices}")

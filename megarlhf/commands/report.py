@@ -1,9 +1,9 @@
 """`megarlhf report`: a run as one HTML file."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarlhf.config.flags import Parser
 from megarlhf.errors import ConfigError
 
 SUMMARY = "write a run's curves, stages, texts and signs as one HTML file: megarlhf report RUN_DIR [--out FILE.html]"
@@ -11,7 +11,7 @@ SUMMARY = "write a run's curves, stages, texts and signs as one HTML file: megar
 
 def main(argv: Sequence[str]) -> int:
     """Writes RUN_DIR/report.html, or the file given. Raises DataError when the folder holds no run."""
-    parser = argparse.ArgumentParser(prog="megarlhf report", description=SUMMARY.partition(":")[0])
+    parser = Parser(prog="megarlhf report", description=SUMMARY.partition(":")[0])
     parser.add_argument("run", metavar="RUN_DIR", help="run folder (run.dir)")
     parser.add_argument("--out", default="", metavar="FILE.html", help="default: RUN_DIR/report.html")
     words = parser.parse_args(argv)

@@ -7,6 +7,9 @@ from megarlhf.config.load import files_and_flags, load_leniently
 from megarlhf.config.runs import COMMANDS, AnyRun, OfflineRun, RewardModelRun
 from megarlhf.errors import ConfigError
 
+OWN_FLAGS = ("--dry-run", "--json", "--profile")
+"""Of every training command, beside its settings."""
+
 
 def command_of(words: Sequence[str], asker: str) -> str:
     """The one command that takes every setting of files and flags; when none does, the one that refuses fewest.

@@ -4,7 +4,9 @@ Keeping the text lets YAML and flags share one set of rules and one list of erro
 as `--critic.train.tp 2` fill a section that is null by default.
 """
 
-from collections.abc import Sequence
+import sys
+from argparse import ArgumentParser
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -32,6 +34,25 @@ def parse_flags(settings: Any, argv: Sequence[str], prog: str) -> tuple[dict, li
     return _given(filled, type(settings)), _flags_only(unknown)
 
 
+def spelled(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The words, those of `flags` among them as they are written there: `-` and `_` are the same to whoever types."""
+    written = {flag.replace("_", "-"): flag for flag in flags}
+    result = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        as_written = written.get(flag.replace("_", "-"), flag) if word.startswith("--") else flag
+        result.append(f"{as_written}{equals}{value}")
+    return result
+
+
+class Parser(ArgumentParser):
+    """For commands without settings; takes flags in either spelling, as all commands do."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(spelled(words, self._option_string_actions), namespace)
+
+
 def divided(words: Sequence[str], options: type) -> tuple[list[str], list[str], list[str]]:
     """(words before the first flag, flags of the dataclass `options` with their values, other flags with theirs).
 
@@ -42,12 +63,12 @@ def divided(words: Sequence[str], options: type) -> tuple[list[str], list[str], 
     own: list[str] = []
     others: list[str] = []
     place = first
-    for word in words:
+    for word in spelled(words, names):
         if word in ("-h", "--help"):
             own.append(word)
             continue
         if word.startswith("--"):
-            place = own if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names else others
+            place = own if word.partition("=")[0] in names else others
         place.append(word)
     return first, own, others
 

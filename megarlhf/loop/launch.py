@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from megarlhf import launcher
 from megarlhf.config.algorithm_check import algorithm_warnings
-from megarlhf.config.command import how_to_call, load_for, no_recipe
+from megarlhf.config.command import OWN_FLAGS, how_to_call, load_for, no_recipe
 from megarlhf.config.filled import filled
+from megarlhf.config.flags import spelled
 from megarlhf.config.load import to_yaml
 from megarlhf.config.runs import AnyRun, OnlineRun
 from megarlhf.errors import ConfigError, Requeue
@@ -31,8 +32,9 @@ def launch(command: str, argv: Sequence[str]) -> int:
     With --dry-run nothing is loaded, joined or written: the plan of the run is printed instead (see `planner`). --json
     prints metrics as JSON lines; --profile profiles the second step.
     """
-    if "--dry-run" in argv or "--dry_run" in argv:
-        return _dry_run(command, [word for word in argv if word not in ("--dry-run", "--dry_run")])
+    argv = spelled(argv, OWN_FLAGS)
+    if "--dry-run" in argv:
+        return _dry_run(command, [word for word in argv if word != "--dry-run"])
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     if "--profile" in argv:
         argv = [word for word in argv if word != "--profile"] + ["--run.profile", "2"]

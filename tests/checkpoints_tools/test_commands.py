@@ -61,7 +61,7 @@ def test_bad_input_is_code_2_with_a_next_move(source, tmp_path, capsys):
     odd = tiny.write_llama(tmp_path / "odd", model_type="mamba")
     for words in ((tmp_path / "none", tmp_path / "t"), (odd, tmp_path / "t"), (source, tmp_path / "t", "--tp", 3)):
         assert outcome(hf_to_megatron.main, *words) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        assert capsys.readouterr().err.startswith("megarlhf: error: ")
     assert outcome(hf_to_megatron.main, source, odd) == 2
     assert "is there already" in capsys.readouterr().err
     assert not (tmp_path / "t").exists() and not list(tmp_path.glob(".*"))

@@ -125,7 +125,7 @@ def refused(main, source, capsys, parts) -> None:
     before = set(source.parent.iterdir())
     assert command.guarded(main, [str(source), str(source.parent / "target")]) == command.BAD_INPUT
     message = capsys.readouterr().err
-    assert message.startswith("error: ")
+    assert message.startswith("megarlhf: error: ")
     for part in parts:
         assert part in message, message
     assert set(source.parent.iterdir()) == before

@@ -14,6 +14,7 @@ from megarlhf.config.runs import COMMANDS
 @pytest.fixture(scope="module")
 def script(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "megarlhf.bash"
+    (path.parent / "megatron").mkdir()
     with pytest.MonkeyPatch.context() as patch, path.open("w") as file:
         patch.setattr("sys.stdout", file)
         assert main(["completion", "bash"]) == 0
@@ -60,6 +61,12 @@ def test_every_setting_of_a_training_command_is_offered(script):
         (["check", "rei"], ["reinforce++"]),
         (["check", "sft", "a.yaml", "--actor.dtype", "b"], ["bfloat16"]),
         (["ppo", "megarl"], ["megarlhf.bash"]),
+        (["convert", ""], ["compare", "hf-to-megatron", "inspect", "megatron-to-hf", "relayout"]),
+        (["convert", "relayout", "meg"], ["megatron"]),
+        (["generate", "me"], ["megatron"]),
+        (["replay", "me"], ["megatron"]),
+        (["generate", "megatron", "--prompts", "meg"], ["megarlhf.bash", "megatron"]),
+        (["completion", ""], ["bash", "fish", "zsh"]),
     ],
 )
 def test_words_are_completed(script, words, offered):

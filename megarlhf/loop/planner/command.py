@@ -8,6 +8,7 @@ from pathlib import Path
 from megarlhf.config.check import ranks_needed
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.command import command_of, load_for
+from megarlhf.config.flags import spelled
 from megarlhf.config.load import files_and_flags
 from megarlhf.config.runs import COMMANDS, AnyRun
 from megarlhf.errors import ConfigError
@@ -64,18 +65,17 @@ class Options:
 
 def take_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """The planner's flags, and the other words, which are settings. Raises ConfigError for a flag without its value."""
-    values, switches, others, words = {}, set(), [], list(argv)
+    values, switches, others, words = {}, set(), [], spelled(argv, FLAGS | SWITCHES)
     while words:
-        word, _, value = words.pop(0).partition("=")
-        flag = "--" + word[2:].replace("_", "-")
-        if word.startswith("--") and flag in SWITCHES and not value:
+        flag, _, value = words.pop(0).partition("=")
+        if flag in SWITCHES and not value:
             switches.add(flag)
-        elif word.startswith("--") and flag in FLAGS:
+        elif flag in FLAGS:
             if not value and (not words or words[0].startswith("--")):
                 raise ConfigError(f"{flag}: expected a value: {FLAGS[flag]}")
             values[flag] = value or words.pop(0)
         else:
-            others.append(f"{word}={value}" if value else word)
+            others.append(f"{flag}={value}" if value else flag)
     return Options(values, frozenset(switches)), others
 
 
