@@ -3,7 +3,7 @@
 `prepare()` comes before the first import of megatron.core, in every process that uses it.
 """
 
-from megarlhf.device.arithmetic import add_matmul_, block_bytes, matmul_float32
+from megarlhf.device.arithmetic import add_matmul_, block_bytes, linear, matmul_float32
 from megarlhf.device.labels import labelled
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
@@ -50,6 +50,7 @@ __all__ = [
     "is_prepared",
     "join_world",
     "labelled",
+    "linear",
     "launched_world_size",
     "leave_world",
     "meet",

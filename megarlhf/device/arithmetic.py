@@ -2,6 +2,9 @@
 
 import torch
 
+_ONEDNN_PRODUCTS = 2**26
+"""Multiplications from which one product by oneDNN saves a tenth of a millisecond."""
+
 
 def matmul_float32(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """[n, k] x [k, m] -> `out` [n, m] float32, accumulated in float32 whatever the inputs' precision.
@@ -25,9 +28,26 @@ def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total += left @ right
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., k] times the transpose of weight [m, k], which may be a view of any order -> [..., m], plus bias [m].
+
+    On x86, oneDNN's float32 products are 5 to 15 % quicker than torch's (MKL's); but they are compiled for each number
+    of rows, in a millisecond, so small ones are left to torch. Not differentiable.
+    """
+    if _is_for_onednn(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight.detach(), bias, "none", [], "")
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_large = x.numel() * len(weight) >= _ONEDNN_PRODUCTS
+    return is_large and x.dtype == torch.float32 and not x.is_cuda and torch.backends.mkldnn.is_available()
+
+
 def block_bytes(tensor: torch.Tensor) -> int:
     """How large a block of numbers should be that several kernels work on one after the other, where `tensor` lives.
 
-    A CPU's kernels are quickest while it stays in the caches; on a GPU each launch has to be worth its while.
+    A CPU's kernels, its products too, are quickest while it stays in the caches; on a GPU each launch has to be worth
+    its while.
     """
-    return 512 * 2**20 if tensor.is_cuda else 8 * 2**20
+    return 512 * 2**20 if tensor.is_cuda else 2 * 2**20

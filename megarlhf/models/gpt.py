@@ -13,6 +13,7 @@ from megarlhf.models.layers import finish_layer
 from megarlhf.models.moe import Tally
 from megarlhf.models.names import Head
 from megarlhf.models.precision.linears import LOCAL, Linears
+from megarlhf.models.products import use_host_products
 from megarlhf.models.rope import inverse_frequencies, rotary_angles
 from megarlhf.models.spec import block_spec
 from megarlhf.parallel.context import held_tokens
@@ -63,6 +64,8 @@ class GPT(GPTModel):
             self.value_head = ValueHead(
                 architecture.hidden_size, max(1, architecture.num_labels), has_bias=architecture.head_bias
             )
+        if device.is_host():
+            use_host_products(self)
 
     def rotary(self, position_ids: Tensor) -> Tensor:
         """Angles [K, N, 1, 1, R] for positions [N], in float32, for each of the architecture's ropes."""
