@@ -175,7 +175,6 @@ class _FusedLogprob(torch.autograd.Function):
                     device.add_matmul_(grad_hidden[at], grad_logits, weight[tile])
                 if grad_weight is not None:
                     device.add_matmul_(grad_weight[tile], grad_logits.t(), hidden[at])
-        ctx.kept.forget()
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         grad_weight = None if grad_weight is None or is_added else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
@@ -193,30 +192,27 @@ def _block(memory: torch.Tensor, hidden: torch.Tensor, tile: slice) -> torch.Ten
 
 
 class _Kept:
-    """Tiles of logits between a forward pass and its backward pass, in one block of memory."""
+    """Tiles of logits between a forward pass and its backward pass.
+
+    Each is memory of its own, as a large block would be fresh memory every time.
+    """
 
     def __init__(self, num_bytes: int, where: torch.device):
-        self._memory = torch.empty(num_bytes // 4, dtype=torch.float32, device=where)
-        self._used = 0
+        self._left, self._where = num_bytes // 4, where
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
 
     def room(self, start: int, hidden: torch.Tensor, tile: slice) -> torch.Tensor | None:
         """Where to keep a tile's logits for the positions from `start` on, [n, v]; None where it does not fit."""
-        size = len(hidden) * (tile.stop - tile.start)
-        if self._used + size > len(self._memory):
+        shape = len(hidden), tile.stop - tile.start
+        if shape[0] * shape[1] > self._left:
             return None
-        self._tiles[start, tile.start] = _block(self._memory[self._used :], hidden, tile)
-        self._used += size
+        self._left -= shape[0] * shape[1]
+        self._tiles[start, tile.start] = torch.empty(shape, dtype=torch.float32, device=self._where)
         return self._tiles[start, tile.start]
 
     def taken(self, start: int, tile: slice) -> torch.Tensor | None:
         """What was kept, which is forgotten: a second backward pass computes all tiles again."""
         return self._tiles.pop((start, tile.start), None)
-
-    def forget(self) -> None:
-        """Let the memory go."""
-        self._memory = self._memory[:0].clone()
-        self._tiles.clear()
 
 
 def _head(
