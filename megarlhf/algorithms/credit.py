@@ -13,6 +13,10 @@ from megarlhf.algorithms.shaping import earnings, token_rewards
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.algorithms import GRPO, PPO, RLOO, PolicyGradient, ReinforcePlusPlus
 from megarlhf.records import Experience
+from megarlhf.records.experience import valid_values
+
+_ROWS_AT_ONCE = 4096
+"""Whose numbers of one position fit a core's cache: a pass over time goes from position to position."""
 
 Credited = tuple[Experience, AlgorithmState, dict[str, float]]
 
@@ -37,15 +41,28 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: floa
     Returns (advantage, target = advantage + value), both [B, T] and 0 where masked.
     """
     advantage = torch.zeros_like(reward, dtype=torch.float32)
-    following = torch.zeros(reward.shape[0], dtype=torch.float32, device=reward.device)
-    next_value = torch.zeros_like(following)
-    for t in reversed(range(reward.shape[1])):
-        valid = mask[:, t]
-        delta = reward[:, t] + gamma * next_value - value[:, t]
-        following = torch.where(valid, delta + gamma * lambda_ * following, following)
-        next_value = torch.where(valid, value[:, t], next_value)
-        advantage[:, t] = torch.where(valid, following, 0.0)
+    columns = mask.any(dim=0).nonzero()[:, 0]
+    if not len(columns):
+        return advantage, torch.zeros_like(advantage)
+    span = slice(int(columns[0]), int(columns[-1]) + 1)
+    for start in range(0, len(reward), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        parts = [part[rows, span].contiguous().T.contiguous() for part in (reward, value, mask)]
+        advantage[rows, span] = _gae_by_time(parts[0], parts[1], parts[2], gamma, lambda_).T.contiguous()
     return advantage, torch.where(mask, advantage + value, 0.0)
+
+
+def _gae_by_time(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: float) -> Tensor:
+    """Advantages [T, B] from [T, B]."""
+    advantage = torch.empty_like(reward, dtype=torch.float32)
+    following = torch.zeros(reward.shape[1], dtype=torch.float32, device=reward.device)
+    next_value = torch.zeros_like(following)
+    for t in reversed(range(len(reward))):
+        delta = reward[t] + gamma * next_value - value[t]
+        following = torch.where(mask[t], delta + gamma * lambda_ * following, following)
+        next_value = torch.where(mask[t], value[t], next_value)
+        advantage[t] = torch.where(mask[t], following, 0.0)
+    return advantage
 
 
 def returns_to_go(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -88,7 +105,7 @@ def ppo_credit(experience: Experience, settings: PPO, state: AlgorithmState) -> 
 def _explained_variance(target: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
     """`val/explained_variance`: 1 - var(target - value) / var(target) over the batch's tokens; 1 is a perfect critic, 0
     one that is no better than a constant. Absent where the targets do not vary."""
-    wanted, predicted = target[mask].double(), value[mask].double()
+    wanted, predicted = valid_values(target, mask).double(), valid_values(value, mask).double()
     spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
     return {"val/explained_variance": 1 - float((wanted - predicted).var(correction=0)) / spread} if spread else {}
 

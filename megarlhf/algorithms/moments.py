@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarlhf.records.experience import scatter_flat, valid_values
+
 _VARIANCE_EPSILON = 1e-8
 
 
@@ -21,7 +23,7 @@ class Moments(NamedTuple):
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
     """Moments of values [B, T] where mask [B, T], summed in float64. The variance of fewer than two is 0."""
-    valid = values[mask].to(torch.float64)
+    valid = valid_values(values, mask).to(torch.float64)
     if not len(valid):
         return Moments(0.0, 0.0)
     return Moments(float(valid.mean()), float(valid.var(unbiased=True)) if len(valid) > 1 else 0.0)
@@ -32,8 +34,9 @@ def standardise(values: Tensor, mask: Tensor, over: Moments, *, keep_mean: bool 
 
     Values that are all equal become exactly 0: the subtraction is in float64, so there is no rounding to blow up.
     """
-    centred = (values.to(torch.float64) - over.mean) / (over.variance + _VARIANCE_EPSILON) ** 0.5
-    return torch.where(mask, centred + (over.mean if keep_mean else 0.0), 0.0).to(torch.float32)
+    valid = valid_values(values, mask).to(torch.float64)
+    valid.sub_(over.mean).div_((over.variance + _VARIANCE_EPSILON) ** 0.5).add_(over.mean if keep_mean else 0.0)
+    return scatter_flat(valid, mask)
 
 
 def whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:

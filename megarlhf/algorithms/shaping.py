@@ -13,6 +13,7 @@ from megarlhf.algorithms.groups import has_signal
 from megarlhf.algorithms.state import AlgorithmState, with_observed_kl, with_seen_scores
 from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.records import Experience
+from megarlhf.records.experience import valid_values
 
 
 class Earnings(NamedTuple):
@@ -28,8 +29,8 @@ class Earnings(NamedTuple):
 
 def last_valid(mask: Tensor) -> Tensor:
     """[B] int64: index of each row's last true position in mask [B, T]; -1 for a row without one."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask, position, -1).amax(dim=1)
+    position = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    return torch.where(mask, position, -1).amax(dim=1).to(torch.int64)
 
 
 def at_last_valid(values: Tensor, mask: Tensor) -> Tensor:
@@ -67,10 +68,10 @@ def token_rewards(penalty: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
 
     A row without a valid position is paid nowhere.
     """
-    position = torch.arange(mask.shape[1], device=mask.device)
-    terminal = position == last_valid(mask)[:, None]
-    paid = torch.where(terminal, reward.to(torch.float32)[:, None], 0.0)
-    return paid + torch.where(mask, penalty.to(torch.float32), 0.0)
+    paid, last = torch.where(mask, penalty.to(torch.float32), 0.0), last_valid(mask)
+    rows = (last >= 0).nonzero()[:, 0]
+    paid[rows, last[rows]] += reward.to(torch.float32)[rows]
+    return paid
 
 
 def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmState) -> Earnings:
@@ -90,9 +91,10 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     KL is reported where there is a reference. Rows without a sampled token count for the scores only.
     """
     mask, coefficient = experience.mask, state.kl.coefficient
-    sampled = mask.any(dim=1)
+    lengths = mask.sum(dim=1)
+    sampled = lengths > 0
     score, state = normalised_scores(experience.score, sampled, settings, state)
-    reward = shaped_reward(score, experience.finished, mask.sum(dim=1), settings)
+    reward = shaped_reward(score, experience.finished, lengths, settings)
     kl = _kl(experience, settings)
     penalty = -coefficient * kl if settings.kl_in == "reward" else torch.zeros_like(kl)
     metrics = {
@@ -132,14 +134,15 @@ def _kl(experience: Experience, settings: PolicyGradient) -> Tensor:
 
 
 def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor) -> dict[str, float]:
-    sampled = experience.mask.any(dim=1)
+    mask, lengths = experience.mask, experience.mask.sum(dim=1)
+    sampled = lengths > 0
     mean_penalty = float(penalty.sum(dim=1)[sampled].mean())
     metrics = {
         "objective/rlhf_reward": float(reward[sampled].mean()) + mean_penalty,
-        "rollout/length_avg": float(experience.mask[sampled].sum(dim=1).float().mean()),
+        "rollout/length_avg": float(lengths[sampled].float().mean()),
     }
     if experience.logp_start is not None:
-        gap = (experience.logp_rollout - experience.logp_start)[experience.mask].abs().max()
+        gap = valid_values(experience.logp_rollout - experience.logp_start, mask).abs().max()
         metrics["rollout/logp_gap_max"] = float(gap)
     if experience.logp_reference is not None:
         metrics["objective/kl"] = float(kl.sum(dim=1)[sampled].mean())

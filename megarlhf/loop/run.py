@@ -20,7 +20,7 @@ from megarlhf.loop.objectives import objective
 from megarlhf.loop.profiling import profiled
 from megarlhf.loop.roles import Role
 from megarlhf.loop.tape import Tape
-from megarlhf.records.experience import Experience
+from megarlhf.records.experience import Experience, valid_values
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
 from megarlhf.residency.accounting import Record, metrics, over_ranks
@@ -169,7 +169,7 @@ class Run:
         if self.tape is not None:
             self.tape.state, self.tape.scored, self.tape.credited = state.numbers(), scored, batch
         if batch.entropy is not None and bool(batch.mask.any()):
-            self.metrics["objective/entropy"] = float(batch.entropy[batch.mask].mean())
+            self.metrics["objective/entropy"] = float(valid_values(batch.entropy, batch.mask).mean())
         return batch
 
     def learning(self, step: int) -> Mapping[str, Learner]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megarlhf.records.experience import Experience
+from megarlhf.records.experience import Experience, valid_values
 
 _SOURCES = {
     "logp_old": "logp_start",
@@ -67,7 +67,7 @@ class TokenBatch:
         """The valid tokens of all rows, in the order of `pack_rows(...).logit_positions` for those rows."""
         mask = experience.mask
         sources = {name: experience.__dict__[source] for name, source in _SOURCES.items()}
-        flat = {name: None if value is None else value[mask] for name, value in sources.items()}
+        flat = {name: None if value is None else valid_values(value, mask) for name, value in sources.items()}
         of_rows = {name: experience.__dict__[name] for name in _ROW_FIELDS}
         group = experience.group.unique(return_inverse=True)[1]
         return cls(row=mask.nonzero()[:, 0], num_rows=experience.num_rows, group=group, **flat, **of_rows)

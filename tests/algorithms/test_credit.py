@@ -310,3 +310,26 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     for value, expected in ((target, 1.0), (torch.where(batch.mask, 0.3, 0.0), 0.0), (2 * target, 0.0)):
         found = ppo_credit(batch.replace(value=value), PPO(lambda_=1.0), at(0.0))[2]["val/explained_variance"]
         assert abs(found - expected) < 1e-5
+
+
+def gae_over_columns(reward, value, mask, gamma, lambda_):
+    """Position by position, over all rows and positions at once."""
+    advantage, following = torch.zeros_like(reward), torch.zeros(len(reward))
+    next_value = torch.zeros(len(reward))
+    for t in reversed(range(reward.shape[1])):
+        delta = reward[:, t] + gamma * next_value - value[:, t]
+        following = torch.where(mask[:, t], delta + gamma * lambda_ * following, following)
+        next_value = torch.where(mask[:, t], value[:, t], next_value)
+        advantage[:, t] = torch.where(mask[:, t], following, 0.0)
+    return advantage, torch.where(mask, advantage + value, 0.0)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4097])
+def test_many_rows_are_credited_to_the_bit_as_all_at_once(num_rows):
+    """More rows than are gone through together; holes in the mask, rows without a token, columns without one."""
+    generator = torch.Generator().manual_seed(0)
+    reward, value = torch.randn(2, num_rows, 9, generator=generator)
+    mask = torch.rand(num_rows, 9, generator=generator) < 0.6
+    mask[:, :2] = mask[:, 8:] = mask[::5] = False
+    found, expected = (way(reward, value, mask, 0.99, 0.95) for way in (gae, gae_over_columns))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

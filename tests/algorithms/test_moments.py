@@ -53,3 +53,12 @@ def test_running_moments_are_those_of_all_values_together(sizes):
 def test_a_deviation_of_0_divides_by_1(dtype):
     assert RunningMoments().deviation == RunningMoments().seen(torch.ones(1)).deviation == 1.0
     assert RunningMoments().seen(torch.full((7,), 0.1, dtype=dtype)).deviation == 1.0
+
+
+@pytest.mark.parametrize("keep_mean", [True, False])
+def test_whitening_only_the_valid_values_is_whitening_all_and_masking(keep_mean):
+    values = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    mask = torch.rand(7, 11, generator=torch.Generator().manual_seed(1)) < 0.5
+    wide, over = values.double(), moments(values, mask)
+    whole = (wide - over.mean) / (over.variance + 1e-8) ** 0.5 + (over.mean if keep_mean else 0.0)
+    assert torch.equal(whiten(values, mask, keep_mean=keep_mean), torch.where(mask, whole, 0.0).float())
