@@ -47,4 +47,4 @@ class ChoiceScorer:
             return vocabulary_logprobs(self.model, hidden, positions, targets, 1.0, with_entropy=False)[0]
 
         counts = [len(choice.option_ids) for choice in choices]
-        return list(score_rows(self.model, rows, counts, self.max_tokens, head).split(counts))
+        return list(score_rows(self.model, rows, counts, self.max_tokens, head, reads="rows").split(counts))

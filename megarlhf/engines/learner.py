@@ -195,7 +195,14 @@ class Learner:
         return metrics | routing_metrics(self.model) if self.model.tally else metrics
 
     def _micro_batches(self, part: Part, number: int) -> list[MicroBatch]:
-        batches = micro_batches(part.experience, self.model, self.max_tokens, keeps_groups=part.objective.keeps_groups)
+        objective = part.objective
+        batches = micro_batches(
+            part.experience,
+            self.model,
+            self.max_tokens,
+            keeps_groups=objective.keeps_groups,
+            reads="rows" if _reads_token(self.model, objective) else "before",
+        )
         return [replace(batch, part=number) for batch in batches]
 
     def _head(self, parts: Sequence[Part]):
@@ -233,12 +240,17 @@ class Learner:
 
 def _predict(model: Model, objective: Objective, hidden: torch.Tensor, packed: PackedRows) -> Prediction:
     if model.head == "value":
-        shift = 1 if objective.value_at == "token" else 0
-        return Prediction(values(model, hidden, packed.logit_positions + shift))
+        at = packed.target_positions if _reads_token(model, objective) else packed.logit_positions
+        return Prediction(values(model, hidden, at))
     logp, entropy = vocabulary_logprobs(
         model, hidden, packed.logit_positions, packed.targets, objective.temperature, objective.with_entropy
     )
     return Prediction(logp, entropy)
+
+
+def _reads_token(model: Model, objective: Objective) -> bool:
+    """The head is read at the masked tokens, not before them."""
+    return model.head == "value" and objective.value_at == "token"
 
 
 def _build_optimizer(model: Model, chunks: list[Gradients], settings: Optimizer):

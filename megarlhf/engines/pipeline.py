@@ -4,6 +4,7 @@ Learner and scorer share this pass: it decides which rows a data-parallel rank t
 micro-batches so that all ranks run the same schedule, and hands the last stage's hidden states to a head.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from megarlhf.parallel.context import stream_multiple
 from megarlhf.parallel.rows import share
 from megarlhf.records.experience import Experience
 from megarlhf.records.packing import PackedRows, pack, pack_rows
+from megarlhf.records.spans import Reads, Spans
 
 Head = Callable[[torch.Tensor, "MicroBatch"], tuple]
 
@@ -33,22 +35,55 @@ class MicroBatch:
 
 
 def plan_rows(
-    lengths: Sequence[int], dp: int, max_tokens: int, units: Sequence[Sequence[int]] | None = None
+    spans: Spans, dp: int, max_tokens: int, units: Sequence[Sequence[int]] | None = None
 ) -> list[list[list[int]]]:
     """Rows by data-parallel rank and micro-batch, each list equally long: short ranks get empty micro-batches.
 
-    The rows of one of `units` stay in one micro-batch (each row is its own unit by default). Every rank computes the
-    same plan from all lengths (tokens per row), so no collective is needed and no rank waits for a micro-batch that its
-    neighbour does not have.
+    The rows of one of `units` stay in one micro-batch. By default the rows of a family do, whose prompt is then
+    computed once, as far as `max_tokens` lets them; and where it makes the busiest rank less busy, a family is cut into
+    equal parts. Every rank computes the same plan for all rows, so no collective is needed and no rank waits for a
+    micro-batch that its neighbour does not have.
     """
-    units = [[row] for row in range(len(lengths))] if units is None else units
-    sizes = [sum(lengths[row] for row in unit) for unit in units]
+    choices = [units] if units is not None else [_families(spans, max_tokens, parts) for parts in _cuts(spans, dp)]
+    shares = [_shared_out(spans, choice, dp) for choice in choices]
+    units, ranks = min(zip(choices, shares, strict=True), key=lambda pair: _heaviest(spans, *pair))
     plan = []
-    for mine in share(sizes, dp):
-        bins = pack([sizes[unit] for unit in mine], max_tokens)
+    for mine in ranks:
+        bins = pack([spans.num_tokens(units[unit]) for unit in mine], max_tokens)
         plan.append([[row for i in bin for row in units[mine[i]]] for bin in bins])
     longest = max(len(bins) for bins in plan)
     return [bins + [[]] * (longest - len(bins)) for bins in plan]
+
+
+def _cuts(spans: Spans, dp: int) -> list[int]:
+    """Into how many parts families might be cut: powers of two, up to rows alone."""
+    largest = max(Counter(spans.families).values(), default=1)
+    return sorted({1} if dp == 1 else {1, largest, *(2**i for i in range(largest.bit_length()))})
+
+
+def _families(spans: Spans, max_tokens: int, parts: int) -> list[list[int]]:
+    """Rows that share a prompt, by `parts` or more equal parts of each family, of `max_tokens` at most where a row is
+    not longer by itself."""
+    families: dict[int, list[int]] = {}
+    for row, family in enumerate(spans.families):
+        families.setdefault(family, []).append(row)
+    units = []
+    for rows in families.values():
+        own = [spans.lengths[row] - spans.prompts[row] for row in rows]
+        room = max(max_tokens - spans.prompts[rows[0]], 1)
+        for part in share(own, min(parts, len(rows))):
+            units += [[rows[part[i]] for i in bin] for bin in pack([own[i] for i in part], room)]
+    return sorted(units)
+
+
+def _shared_out(spans: Spans, units: Sequence[Sequence[int]], dp: int) -> list[list[int]]:
+    """Numbers of the units of each data-parallel rank."""
+    return share([spans.num_tokens(unit) for unit in units], dp)
+
+
+def _heaviest(spans: Spans, units: Sequence[Sequence[int]], ranks: list[list[int]]) -> int:
+    """Tokens of the busiest rank."""
+    return max(sum(spans.num_tokens(units[unit]) for unit in mine) for mine in ranks)
 
 
 def group_units(experience: Experience) -> list[list[int]]:
@@ -59,22 +94,42 @@ def group_units(experience: Experience) -> list[list[int]]:
     return list(units.values())
 
 
+def shares_prompts(model: Model) -> bool:
+    """Whether rows of a micro-batch that begin with the same prompt have its hidden states in common.
+
+    Not with experts, whose routers count the tokens of whole rows, to balance them while training; they are scored as
+    they are trained, as a rounding that sends a token to another expert is no longer small. Not while there is dropout,
+    which each row draws for itself.
+    """
+    has_dropout = model.config.hidden_dropout > 0 or model.config.attention_dropout > 0
+    return model.tally is None and not (has_dropout and any(chunk.training for chunk in model.chunks))
+
+
 def micro_batches(
-    experience: Experience, model: Model, max_tokens: int, *, keeps_groups: bool = False
+    experience: Experience,
+    model: Model,
+    max_tokens: int,
+    *,
+    keeps_groups: bool = False,
+    reads: Reads = "rows",
 ) -> list[MicroBatch]:
     """This rank's share of `experience`, packed to at most `max_tokens` tokens each, and padding where ranks need equal
     shares of a stream, or linears a multiple of tokens.
 
-    With `keeps_groups` the siblings of a prompt are in one micro-batch, which may then be larger.
+    A prompt that several rows of a micro-batch begin with is computed once (`shares_prompts`), and no token that comes
+    after the last that is read. With `keeps_groups` the siblings of a prompt are in one micro-batch, which may then be
+    larger.
     """
     groups, layout = model.groups, model.groups.layout
     units = group_units(experience) if keeps_groups else None
-    plan = plan_rows(experience.lengths.tolist(), layout.dp(groups.world_size), max_tokens, units)
+    # Routers of experts count whole rows.
+    spans = Spans.of(experience, "rows" if model.tally else reads, shares_prompts=shares_prompts(model))
+    plan = plan_rows(spans, layout.dp(groups.world_size), max_tokens, units)
     multiple = stream_multiple(layout) * model.token_multiple
     mine = plan[groups.coordinates.dp]
     if layout.vp > 1:  # the interleaved schedule takes them by pp
         mine = mine + [[]] * (-len(mine) % layout.pp)
-    packed = [pack_rows(experience, rows, multiple) if rows else _filler(multiple) for rows in mine]
+    packed = [pack_rows(experience, rows, multiple, spans) if rows else _filler(multiple) for rows in mine]
     return [MicroBatch(tuple(rows), stream.to(device.current())) for rows, stream in zip(mine, packed, strict=True)]
 
 
@@ -86,9 +141,11 @@ def _filler(num_tokens: int) -> PackedRows:
         input_ids=torch.zeros(1, num_tokens, dtype=torch.int64),
         position_ids=torch.arange(num_tokens)[None],
         cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        prefixes=(),
         max_seqlen=num_tokens,
         logit_positions=nothing,
         targets=nothing,
+        target_positions=nothing,
         last_positions=nothing,
         num_valid=(),
         num_padding=num_tokens,
@@ -132,7 +189,7 @@ def run_pass(
 
 def _forward_step(model: Model, batch: MicroBatch, chunk: torch.nn.Module, head: Head, train: bool):
     counted_rows = len(batch.rows) if train and model.tally else 0
-    hidden = packed_forward(chunk, batch.packed, counted_rows, batch.packed.num_padding)
+    hidden = packed_forward(chunk, batch.packed, counted_rows, batch.packed.num_padding, batch.packed.prefixes)
     if train:
         return hidden, lambda output: _summed_loss(*head(output, batch))
     return hidden, lambda output, non_loss_data: head(output, batch)

@@ -20,23 +20,31 @@ from megarlhf.models.score_config import ScoreRule, label_names
 from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import gather_rows
 from megarlhf.records.experience import Experience, scatter_flat
+from megarlhf.records.spans import Reads
 
 ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
 
 @torch.no_grad()
 def score_rows(
-    model: Model, experience: Experience, counts: Sequence[int], max_tokens: int, head: ScoreHead
+    model: Model,
+    experience: Experience,
+    counts: Sequence[int],
+    max_tokens: int,
+    head: ScoreHead,
+    *,
+    reads: Reads = "before",
 ) -> torch.Tensor:
     """[n] float32: the values of all rows end to end, on every rank's host, in input order. Collective over the world.
 
     `head(hidden, micro_batch)` returns the values of its rows, flat and in row order; `counts[row]` says how many.
+    `reads` says which hidden states the head needs: those before valid tokens, or those of whole rows.
     """
     groups = model.groups
-    batches = micro_batches(experience, model, max_tokens)
     modes = [chunk.training for chunk in model.chunks]
     for chunk in model.chunks:
         chunk.eval()
+    batches = micro_batches(experience, model, max_tokens, reads=reads)
     outputs = run_pass(model, model.chunks, batches, head, train=False)
     for chunk, mode in zip(model.chunks, modes, strict=True):
         chunk.train(mode)
@@ -168,7 +176,8 @@ class RewardModelScorer:
             return values(self.model, hidden, batch.packed.last_positions).flatten()
 
         num_rows, num_labels = experience.num_rows, len(self.labels)
-        flat = score_rows(self.model, experience, [num_labels] * num_rows, self.max_tokens, head)
+        counts = [num_labels] * num_rows
+        flat = score_rows(self.model, experience, counts, self.max_tokens, head, reads="rows")
         return flat.view(num_rows, num_labels)
 
     def scores(self, experience: Experience) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megarlhf.models.families import FAMILIES
 from megarlhf.models.names import Head, stage_weights
 from megarlhf.parallel.context import held_tokens
 from megarlhf.records.experience import Experience
+from megarlhf.records.packing import PackedRows
 
 _BLOCKS = {"self_attention": ("self_attention.", "input_layernorm."), "mlp": ("mlp.", "pre_mlp_layernorm.")}
 """Modules of a layer in the order of their work, and how the local names of their weights begin."""
@@ -37,7 +38,7 @@ def trace(model: Model, experience: Experience, max_tokens: int) -> Trace:
         for layer in chunk.decoder.layers:
             for block in _BLOCKS:
                 place = keys.index((layer.layer_number - 1, block))
-                add = _adder(model, experience, batches, sums[place])
+                add = _adder(model, batches, sums[place])
                 hooks.append(layer.get_submodule(block).register_forward_hook(add))
     run_pass(model, model.chunks, batches, lambda hidden, batch: None, train=False)
     for hook in hooks:
@@ -55,18 +56,28 @@ def weights_of(key: tuple[int, str], architecture: Architecture, head: Head) -> 
     return [name for weight in table if weight.local.startswith(starts) for name in weight.hf]
 
 
-def _adder(model: Model, experience: Experience, batches: list[MicroBatch], total: Tensor) -> Callable:
-    """A hook that adds its module's output to `total`: that of real tokens, on one of the ranks that hold it."""
+def _adder(model: Model, batches: list[MicroBatch], total: Tensor) -> Callable:
+    """A hook that adds its module's output to `total`: that of the tokens of each row, on one of the ranks that hold
+    them."""
     calls = iter(batches)
 
     def add(module: torch.nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
         batch, hidden = next(calls), output[0] if isinstance(output, tuple) else output
         held, is_sp = _activations(model, batch), model.config.sequence_parallel
         if is_sp or model.groups.coordinates.tp == 0:
-            num_real = int(experience.lengths[list(batch.rows)].sum()) if batch.rows else 0
-            total.add_(hidden[held < num_real].double().square().sum().cpu())
+            rows_of = _rows_of_tokens(batch.packed).to(held.device)[held]
+            total.add_((hidden[:, 0].double().square().sum(1) * rows_of).sum().cpu())
 
     return add
+
+
+def _rows_of_tokens(packed: PackedRows) -> Tensor:
+    """[N]: how many rows have each token of the stream in common; 0 for padding."""
+    rows = torch.ones(packed.input_ids.shape[1], dtype=torch.int64)
+    rows[len(rows) - packed.num_padding :] = 0
+    for start, num_tokens in packed.prefixes:
+        rows[start : start + num_tokens] += 1
+    return rows
 
 
 def _activations(model: Model, batch: MicroBatch) -> Tensor:

@@ -1,15 +1,13 @@
 """Self-attention on `scaled_dot_product_attention`: grouped queries, sliding windows, plain and packed rows.
 
-Packed rows are one stream of tokens, [N, 1, ...]: `PackedSeqParams.cu_seqlens_q` (on the host) says where rows begin.
-A row attends only to itself; tokens after the last row are padding, for which attention is zero. Rotary positions come
-from outside, one per token, so nothing here depends on packing but the attention itself.
+Packed rows are one stream of tokens, [N, 1, ...]: `segments.PackedSegments` says where its segments begin and what they
+continue. A segment attends to that and to itself; tokens after the last segment are padding, for which attention is
+zero. Rotary positions come from outside, one per token, so nothing here depends on packing but the attention itself.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
@@ -18,7 +16,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.parallel.context import held_slices, whole_stream
+from megarlhf.models.masks import Masks
+from megarlhf.models.segments import PackedSegments
+from megarlhf.parallel.context import whole_stream
 from megarlhf.parallel.logprob import soft_capped
 
 _BLOCK_ROWS = 512
@@ -104,12 +104,12 @@ class SDPACoreAttention(torch.nn.Module):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
         """Query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; heads and groups are a rank's.
 
-        With `packed_seq_params`, B is 1 and S holds rows end to end. Communicates over cp: each rank has its part of
-        the rows' tokens, and gathers the keys and values of all of them.
+        With `packed_seq_params`, B is 1 and S holds segments end to end. Communicates over cp: each rank has its part
+        of the rows' tokens, and gathers the keys and values of all of them.
         """
         assert attention_mask is None and attention_bias is None, "the causal mask is implied"
         assert attn_mask_type in (None, AttnMaskType.causal), attn_mask_type
@@ -118,55 +118,37 @@ class SDPACoreAttention(torch.nn.Module):
             key, value = whole_stream(torch.cat([key, value], dim=-1), self.context).chunk(2, dim=-1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if packed_seq_params is None:
-            out = self._attend(query, key, value)
+            out = self._attend(query, key, value, Masks())
         else:
-            runs = [self._attend(*run) for run in self._runs(query, key, value, packed_seq_params)]
-            padding = query.shape[2] - sum(run.shape[2] for run in runs)
-            if padding:
-                runs.append(query[:, :, query.shape[2] - padding :] * 0.0)
-            out = torch.cat(runs, dim=2)
+            out = self._packed(query, key, value, packed_seq_params)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _runs(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Neighbouring tokens of one row that this rank holds, with the keys and values of the row up to their last.
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSegments) -> Tensor:
+        """query [1, heads, N/cp, D]; key and value [1, groups, N, D] -> [1, heads, N/cp, D]."""
+        plan = packing.plan(key.shape[2], self.context.size(), self.context.rank())
+        queries, padding = query.split(plan.query_sizes, dim=2), plan.query_sizes[-1]
+        runs = zip(queries, plan.keys_of_runs(key), plan.keys_of_runs(value), strict=False)
+        found = [self._attend(*run, packing.masks) for run in runs]
+        return torch.cat(found + ([queries[-1] * 0.0] if padding else []), dim=2)
 
-        query [1, heads, N/cp, D]; key and value [1, groups, N, D].
-        """
-        starts = packing.cu_seqlens_q.tolist()
-        if self.context.size() == 1:
-            # Not slices: the gradient of each would be as large as the stream.
-            sizes = packing.cu_seqlens_q.diff().tolist()
-            sizes += [key.shape[2] - starts[-1]]
-            pieces = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
-            yield from (piece for piece, size in zip(pieces, sizes[:-1], strict=False) if size)
-            return
-        first = 0
-        for here, end in held_slices(key.shape[2], self.context.size(), self.context.rank()):
-            for row, stop in zip(starts, starts[1:], strict=False):
-                begin, stop = max(here, row), min(end, stop)
-                if begin < stop:
-                    mine = query[:, :, first : first + stop - begin]
-                    first += stop - begin
-                    yield mine, key[:, :, row:stop], value[:, :, row:stop]
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
         """Query [B, heads, Q, D], key and value [B, groups, S, D], Q the last of S -> [B, heads, Q, D]."""
         if self.dropout and self.training:
             # Tensor ranks hold different heads, so they draw different masks: from the tracker, not torch's generator.
             with get_cuda_rng_tracker().fork():
-                return self._kernel(query, key, value, self.dropout)
-        return self._kernel(query, key, value, 0.0)
-
-    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        return causal_attention(query, key, value, self.scoring, dropout)
+                return causal_attention(query, key, value, self.scoring, self.dropout, masks)
+        return causal_attention(query, key, value, self.scoring, 0.0, masks)
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring = Scoring(),
+    dropout: float = 0.0,
+    masks: Masks | None = None,
 ) -> Tensor:
-    """Causal attention of the last Q tokens of rows of S, or of all of them.
+    """Causal attention of the last Q tokens of rows of S, or of all of them. `masks` that were needed are kept.
 
     query [B, heads, Q, D], key and value [B, groups, S, D] -> [B, heads, Q, D].
     """
@@ -176,19 +158,22 @@ def causal_attention(
         return scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
         )
+    shape, masks = query.shape, masks or Masks()
     if is_grouped:
-        # Of torch's fused kernels on a GPU, those that take a mask do not take grouped heads.
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        # Of torch's fused kernels on a GPU, those that take a mask do not take grouped heads. So each group is a batch
+        # of its own, whose keys its heads see without a copy.
+        query = query.reshape(shape[0] * key.shape[1], -1, *shape[2:])
+        key, value = (
+            tensor.reshape(-1, 1, length, shape[3]).expand(-1, query.shape[1], -1, -1) for tensor in (key, value)
+        )
     reach = length if window is None else window
-    positions, blocks, step = torch.arange(length, device=query.device), [], min(reach, _BLOCK_ROWS)
+    blocks, step = [], min(reach, _BLOCK_ROWS)
     for start in range(before, length, step):  # so that a mask has step * (reach + step) elements, not length^2
         first, stop = max(start - reach + 1, 0), min(start + step, length)
-        behind = positions[start:stop, None] - positions[first:stop]
-        mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device)
-        mask.masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
+        mask = masks.causal(start - first, stop - start, window, query)
         part = query[:, :, start - before : stop - before], key[:, :, first:stop], value[:, :, first:stop]
         blocks.append(masked_attention(*part, mask, scoring, dropout))
-    return torch.cat(blocks, dim=2)
+    return torch.cat(blocks, dim=2).view(shape)
 
 
 def masked_attention(

@@ -7,16 +7,17 @@ positions that are needed, on the last stage.
 from typing import Protocol
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from megarlhf.models.build import Model
 from megarlhf.models.moe import rows_of_tokens
+from megarlhf.models.segments import PackedSegments
 from megarlhf.parallel.context import joined, places_here
 from megarlhf.parallel.logprob import fused_logprob, soft_capped
 
@@ -30,34 +31,42 @@ class Packed(Protocol):
 
     @property
     def position_ids(self) -> Tensor:
-        """[1, N] int64, starting again at 0 in every row."""
+        """[1, N] int64: place of a token in its row."""
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[rows + 1] int32: where rows begin, then N."""
+        """[segments + 1] int32: where segments begin, then N."""
 
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest row."""
 
 
-def packed_forward(chunk: torch.nn.Module, packed: Packed, counted_rows: int = 0, num_padding: int = 0) -> Tensor:
+def packed_forward(
+    chunk: torch.nn.Module,
+    packed: Packed,
+    counted_rows: int = 0,
+    num_padding: int = 0,
+    prefixes: tuple[tuple[int, int], ...] = (),
+) -> Tensor:
     """Communicates over the chunk's tp and cp. Hidden states [N/cp, 1, H] ([N/cp/tp, 1, H] with sp) of one chunk.
 
     `chunk` is a GPT, or the DistributedDataParallel around one. N must be a multiple of `stream_multiple(layout)`.
-    Stages after the first read what `set_input_tensor` was given. Routers of experts count the tokens of the first
-    `counted_rows` rows while training. The last `num_padding` tokens of the stream are padding: zeros in every layer,
-    so that no scale that tokens share depends on them.
+    Stages after the first read what `set_input_tensor` was given. A segment is a row, unless `prefixes` has (start,
+    tokens) in the stream of what it continues. Routers of experts count the tokens of the first `counted_rows` rows
+    while training; these continue nothing. The last `num_padding` tokens of the stream are padding: zeros in every
+    layer, so that no scale that tokens share depends on them.
     """
     starts = packed.cu_seqlens.cpu()
     # Not "thd": megatron-core would then rotate row by row. Angles are per token here (see GPT.rotary).
     read = starts[starts <= packed.input_ids.shape[1] - num_padding]
-    packing = PackedSeqParams(
+    packing = PackedSegments(
         qkv_format="sbhd",
         cu_seqlens_q=read,
         cu_seqlens_kv=read,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
+        prefixes=prefixes,
     )
     token_rows = rows_of_tokens(starts, counted_rows).to(packed.input_ids.device) if counted_rows else None
     return chunk(
@@ -99,9 +108,9 @@ def _vocabulary_logprobs(
     group = model.groups.tp
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        selected = hidden[positions, 0]
+        selected = _read(hidden, positions)
     else:
-        selected = copy_to_tensor_model_parallel_region(hidden[positions, 0], group=group)
+        selected = copy_to_tensor_model_parallel_region(_read(hidden, positions), group=group)
     return fused_logprob(
         selected,
         model.output_weight(),
@@ -133,7 +142,13 @@ def _values(model: Model, hidden: Tensor, positions: Tensor) -> Tensor:
     if model.config.sequence_parallel:
         # Every tensor rank computes the same values, so the gradient that comes back is whole on each.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.groups.tp)
-    return model.chunks[-1].value_head(hidden[positions, 0])
+    return model.chunks[-1].value_head(_read(hidden, positions))
+
+
+def _read(hidden: Tensor, positions: Tensor) -> Tensor:
+    """[M, H] from hidden [N, 1, H]: as a table is read, since the gradient of an index that occurs several times is
+    then added up in one order, by any number of threads."""
+    return embedding(positions, hidden.squeeze(1))
 
 
 def full_logits(model: Model, hidden: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Rows packed into micro-batches: rows of about equal total length, laid end to end in one stream without padding."""
+"""Rows packed into micro-batches: rows of about equal total length, laid end to end in one stream without padding.
+
+A stream is made of segments. A segment is a row, or what follows the prompt of a row whose prompt is in the stream
+already, as the beginning of another row: it continues that prompt, as if it stood right behind it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.records.experience import PAD, Experience
+from megarlhf.records.spans import Spans
 
 Result = TypeVar("Result")
 
@@ -46,17 +51,23 @@ class PackedRows:
     input_ids: Tensor
     """[1, N] int64."""
     position_ids: Tensor
-    """[1, N] int64: starts again at 0 with every row."""
+    """[1, N] int64: place of a token in its row."""
     cu_seqlens: Tensor
-    """[rows + 1] int32: where each row starts, then N. One more entry when padding to `multiple` was needed."""
+    """[segments + 1] int32: where each segment starts, then N. One more entry when there is padding at the end."""
+    prefixes: tuple[tuple[int, int], ...]
+    """Of each segment, padding excepted: where in the stream the tokens begin that it continues, and how many they are;
+    (0, 0) where it begins a row."""
     max_seqlen: int
     """Tokens of the longest row."""
     logit_positions: Tensor
-    """[M] int64: index in the stream whose next token is valid, in the order of `TokenBatch.from_experience`."""
+    """[M] int64: index in the stream whose next token is valid, in the order of `TokenBatch.from_experience`. The last
+    token of a shared prompt occurs once for each row that goes on from it."""
     targets: Tensor
     """[M] int64: that next token."""
+    target_positions: Tensor
+    """[M] int64: index in the stream of that next token; -1 where it is not computed."""
     last_positions: Tensor
-    """[rows] int64: index in the stream of each row's last token, where a reward model is read."""
+    """[rows] int64: index in the stream of the last token of each row that is computed; -1 where none is."""
     num_valid: tuple[int, ...]
     """Valid tokens of each row: splits a [M] result into rows."""
     num_padding: int = 0
@@ -73,30 +84,75 @@ class PackedRows:
         return replace(self, **moved)
 
 
-def pack_rows(experience: Experience, rows: Sequence[int], multiple: int = 1) -> PackedRows:
-    """Lay `rows` end to end. When N is no multiple of `multiple`, padding follows as a row that is never read."""
+def pack_rows(experience: Experience, rows: Sequence[int], multiple: int = 1, spans: Spans | None = None) -> PackedRows:
+    """Lay `rows` end to end: all their tokens, or those that `spans` of the experience says are computed.
+
+    When N is no multiple of `multiple`, or nothing is computed, padding follows as a segment that is never read.
+    """
     assert rows, "a micro-batch needs at least one row"
-    lengths = experience.lengths[list(rows)].tolist()
-    padding = -sum(lengths) % multiple
-    ids = [experience.tokens[row, :length] for row, length in zip(rows, lengths, strict=True)]
-    parts = ids + ([torch.full((padding,), PAD, dtype=torch.int64)] if padding else [])
-    sizes = torch.tensor([len(part) for part in parts])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    stream = torch.cat(parts)
-    masks = [experience.mask[row] for row in rows]
-    positions = torch.cat([mask.nonzero()[:, 0] + start for mask, start in zip(masks, starts.tolist(), strict=False)])
+    spans = spans or Spans.unshared(experience.lengths.tolist())
+    segments, prompt_starts, rest_starts, num_tokens = _segments(spans, rows)
+    padding = -num_tokens % multiple if num_tokens else multiple
+    ids = [experience.tokens[one.row, one.first : one.stop] for one in segments]
+    positions = [torch.arange(one.first, one.stop) for one in segments]
+    if padding:
+        ids.append(torch.full((padding,), PAD, dtype=torch.int64))
+        positions.append(torch.arange(padding))
+    lengths = torch.tensor([spans.lengths[row] for row in rows])
+    prompts = torch.tensor([spans.prompts[row] for row in rows])
+
+    def places(at: Tensor, position: Tensor) -> Tensor:
+        """Index in the stream of tokens at `position` of the `at`-th row; -1 where it is not computed."""
+        prompt = prompts[at]
+        found = torch.where(position < prompt, prompt_starts[at] + position, rest_starts[at] + position - prompt)
+        return torch.where((position >= 0) & (position < lengths[at]), found, -1)
+
+    index = torch.tensor(list(rows))
+    mask = experience.mask[index]
+    at, before = mask.nonzero(as_tuple=True)
+    sizes = torch.tensor([0] + [len(part) for part in ids])
     return PackedRows(
         rows=tuple(rows),
-        input_ids=stream[None],
-        position_ids=torch.cat([torch.arange(size) for size in sizes.tolist()])[None],
-        cu_seqlens=starts.to(torch.int32),
-        max_seqlen=int(sizes.max()),
-        logit_positions=positions,
-        targets=stream[positions + 1],
-        last_positions=starts[1 : len(rows) + 1] - 1,
-        num_valid=tuple(int(mask.sum()) for mask in masks),
+        input_ids=torch.cat(ids)[None],
+        position_ids=torch.cat(positions)[None],
+        cu_seqlens=sizes.cumsum(0).to(torch.int32),
+        prefixes=tuple(one.prefix for one in segments),
+        max_seqlen=max(padding, int(lengths.max())),
+        logit_positions=places(at, before),
+        targets=experience.tokens[index[at], before + 1],
+        target_positions=places(at, before + 1),
+        last_positions=places(torch.arange(len(rows)), lengths - 1),
+        num_valid=tuple(mask.sum(1).tolist()),
         num_padding=padding,
     )
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tokens `first` to `stop` of a row."""
+
+    row: int
+    first: int
+    stop: int
+    prefix: tuple[int, int]
+
+
+def _segments(spans: Spans, rows: Sequence[int]) -> tuple[list[_Segment], Tensor, Tensor, int]:
+    """(segments in stream order; where each row's prompt begins [rows], and what follows it [rows]; tokens in all)."""
+    segments: list[_Segment] = []
+    prompt_of: dict[int, int] = {}
+    prompt_starts, rest_starts, num_tokens = [], [], 0
+    for row in rows:
+        length, prompt, family = spans.lengths[row], spans.prompts[row], spans.families[row]
+        is_first = family not in prompt_of
+        start = prompt_of.setdefault(family, num_tokens)
+        first = 0 if is_first else prompt
+        if first < length:
+            segments.append(_Segment(row, first, length, (start, first) if first else (0, 0)))
+        prompt_starts.append(start)
+        rest_starts.append(num_tokens + prompt - first)
+        num_tokens += max(length - first, 0)
+    return segments, torch.tensor(prompt_starts), torch.tensor(rest_starts), num_tokens
 
 
 def _first_fit(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

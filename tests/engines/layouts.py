@@ -1,28 +1,35 @@
 """For comparing engines across layouts: frozen batches, and local tensors brought back to Hugging Face names."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
 from megarlhf.algorithms.credit import ppo_credit
 from megarlhf.algorithms.state import ppo_state
 from megarlhf.config.settings import PPO
 from megarlhf.records.experience import Experience, scatter_rows
+from megarlhf.records.spans import Spans
 from megarlhf.weights.local_map import local_map
 
 VOCAB = 101
 
 
-def frozen_batch(num_rows: int = 7, seed: int = 3) -> Experience:
-    """Ragged random rows with every field filled and credit assigned; the same on every rank."""
+def frozen_batch(num_rows: int = 7, seed: int = 3, groups: Sequence[int] | None = None) -> Experience:
+    """Ragged random rows with every field filled and credit assigned; the same on every rank. Rows of one of `groups`
+    have the same prompt; by default each row is a group."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (num_rows, 2), generator=generator).tolist()
     ids = [[torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+    groups = range(num_rows) if groups is None else groups
+    ids = [(ids[groups.index(group)][0], response) for group, (_, response) in zip(groups, ids, strict=True)]
     logps = [(-3 * torch.rand(len(response), generator=generator)).tolist() for _, response in ids]
     batch = Experience.from_completions(
         [prompt for prompt, _ in ids],
         [response for _, response in ids],
         logps,
         row_id=range(num_rows),
-        group=range(num_rows),
+        group=groups,
         finished=[True] * num_rows,
     )
 
@@ -37,6 +44,17 @@ def frozen_batch(num_rows: int = 7, seed: int = 3) -> Experience:
         score=torch.randn(num_rows, generator=generator),
     )
     return ppo_credit(batch, PPO(), ppo_state(PPO()))[0]
+
+
+@contextmanager
+def every_row_whole() -> Iterator[None]:
+    """Inside the block each row of a stream is computed by itself, to its last token."""
+    real = Spans.of
+    Spans.of = classmethod(lambda cls, experience, reads, *, shares_prompts: cls.unshared(experience.lengths.tolist()))
+    try:
+        yield
+    finally:
+        Spans.of = real
 
 
 def tensors_by_name(model, tensor_of) -> list[tuple[str, tuple, torch.Tensor]]:

@@ -1,4 +1,5 @@
-"""The gradient of every loss of the catalogue is the same under every layout, micro-batch size and packing."""
+"""The gradient of every loss of the catalogue is the same under every layout, micro-batch size and packing, and the one
+of rows that are computed each by itself, without sharing the prompt of their group."""
 
 from dataclasses import dataclass
 
@@ -20,22 +21,25 @@ from megarlhf.config.layout import Layout
 from megarlhf.config.settings import Optimizer
 from megarlhf.records.experience import Experience, scatter_rows
 from tests.distributed.pool import run_on_ranks
-from tests.engines.layouts import assemble, frozen_batch, tensors_by_name
+from tests.engines.layouts import assemble, every_row_whole, frozen_batch, tensors_by_name
 from tests.engines.test_learner import build_learner
 from tests.tiny import write_llama
 
 LAYOUTS = {
+    "one rank": (1, Layout(), 4096),
     "tp2": (2, Layout(tp=2), 4096),
     "tp2+sp, small micro-batches": (2, Layout(tp=2, sp=True), 32),
     "pp2": (2, Layout(pp=2), 4096),
     "pp2, small micro-batches": (2, Layout(pp=2), 32),
+    "cp2": (2, Layout(cp=2), 4096),
+    "cp2, small micro-batches": (2, Layout(cp=2), 32),
     "dp2": (2, Layout(), 4096),
     "dp2, small micro-batches": (2, Layout(), 32),
     "one row or group a micro-batch": (1, Layout(), 1),
     "small micro-batches": (1, Layout(), 32),
 }
 GROUPS = [0, 1, 0, 2, 1, 3, 0, 2, 3, 1]
-"""Four prompts with two or three answers each, whose rows do not lie together."""
+"""Four prompts with two or three answers each, whose rows do not lie together. One answer has a single token."""
 PREFERENCES = [1.0, -1.0, 0.0, 1.0, -3.0, 0.0, 2.0, 0.0, 1.0, -2.0]
 
 
@@ -114,8 +118,7 @@ def scored_batch(rank: int, world_size: int, folders: dict[str, str]) -> Experie
     """Ragged rows whose log-probs and values are those of the models, with noise, so that ratios are near 1."""
     from megarlhf.engines.scorer import LogprobScorer, ValueScorer
 
-    batch = frozen_batch(num_rows=len(GROUPS), seed=5).replace(
-        group=torch.tensor(GROUPS),
+    batch = frozen_batch(num_rows=len(GROUPS), seed=5, groups=GROUPS).replace(
         preference=torch.tensor(PREFERENCES),
         margin=0.1 * torch.arange(len(GROUPS), dtype=torch.float32),
         attributes=several_scores(len(GROUPS)),
@@ -162,6 +165,11 @@ def gradients(rank: int, world_size: int, layout: Layout, max_tokens: int, folde
     return found
 
 
+def gradients_of_whole_rows(rank: int, world_size: int, folders: dict[str, str], scored: Experience):
+    with every_row_whole():
+        return gradients(rank, world_size, Layout(), 4096, folders, scored)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("objectives")
@@ -179,8 +187,8 @@ def scored(folders) -> Experience:
 
 @pytest.fixture(scope="module")
 def one_process(folders, scored) -> dict[str, dict[str, torch.Tensor]]:
-    """The gradients of one rank that sees all rows at once, by case."""
-    (found,) = run_on_ranks(1, gradients, Layout(), 4096, folders, scored)
+    """The gradients of one rank that sees all rows at once, each whole, by case."""
+    (found,) = run_on_ranks(1, gradients_of_whole_rows, folders, scored)
     return {name: assemble([pieces]) for name, pieces in found.items()}
 
 

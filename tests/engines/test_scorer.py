@@ -6,6 +6,7 @@ import torch
 from megarlhf.config.layout import Layout
 from megarlhf.engines.pipeline import plan_rows
 from megarlhf.records.experience import Experience
+from megarlhf.records.spans import Spans
 from tests.distributed.pool import run_on_ranks
 from tests.engines.layouts import frozen_batch
 from tests.tiny import write_llama
@@ -110,7 +111,7 @@ def test_padding_side_and_amount_do_not_exist(folders, batch, expected):
 
 
 def test_every_rank_runs_as_many_micro_batches_as_the_busiest():
-    plan = plan_rows([95] * 5 + [20] * 5, dp=2, max_tokens=100)
+    plan = plan_rows(Spans.unshared([95] * 5 + [20] * 5), dp=2, max_tokens=100)
     assert len(plan[0]) == len(plan[1])
     assert sorted(row for rank in plan for rows in rank for row in rows) == list(range(10))
-    assert [len(rank) for rank in plan_rows([7], dp=3, max_tokens=100)] == [1, 1, 1]
+    assert [len(rank) for rank in plan_rows(Spans.unshared([7]), dp=3, max_tokens=100)] == [1, 1, 1]

@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarlhf.models.architecture import Architecture
 from megarlhf.models.attention import Scoring, causal_attention
+from megarlhf.models.segments import PackedSegments
 from megarlhf.models.spec import layer_spec
 from tests import tiny
 
@@ -76,7 +76,7 @@ def test_packed_rows_attend_only_to_themselves(core):
     query = torch.randn(9, 1, QUERIES, SIZE)
     key, value = torch.randn(2, 9, 1, GROUPS, SIZE)
     starts = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    packing = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    packing = PackedSegments(qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
     found = core(query, key, value, None, packed_seq_params=packing)
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         expected = slow_attention(query[start:stop, 0], key[start:stop, 0], value[start:stop, 0])

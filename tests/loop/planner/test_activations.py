@@ -9,6 +9,7 @@ from megarlhf.loop.planner.activations import Load, stage_activations
 from megarlhf.loop.planner.models import PlannedModel
 from megarlhf.parallel.grid import Grid
 from megarlhf.records.experience import Experience
+from megarlhf.records.spans import Spans
 from tests.distributed.pool import run_on_ranks
 from tests.loop.planner.measured import build, planned
 
@@ -79,7 +80,8 @@ def test_kept_bytes_are_within_fifteen_percent(case):
     length = PROMPT + RESPONSE
     model = replace(model, micro_batch_tokens=ROWS // MICRO_BATCHES * length)
     dp = model.layout.dp(world_size)
-    assert {len(rows) for rows in plan_rows([length] * ROWS * dp, dp, model.micro_batch_tokens)} == {MICRO_BATCHES}
+    plan = plan_rows(Spans.unshared([length] * ROWS * dp), dp, model.micro_batch_tokens)
+    assert {len(rows) for rows in plan} == {MICRO_BATCHES}
     load = Load(model.micro_batch_tokens, RESPONSE * (ROWS // MICRO_BATCHES), MICRO_BATCHES, length)
     found = run_on_ranks(world_size, kept_bytes, model)
     grid = Grid(model.layout, world_size)
