@@ -254,6 +254,15 @@ def _precisions(settings: AnyRun) -> Iterator[str]:
         yield from precision_violations(section.layers, recipes_of(section, name), name)
 
 
+def te_recipes(settings: AnyRun) -> dict[str, dict[str, FP8]]:
+    """The FP8 settings of the models with layers of Transformer Engine, by section and their own names."""
+    return {
+        name: recipes_of(section, name)
+        for name, section in vars(settings).items()
+        if isinstance(section, Trainee | Critic | Reward) and section.layers == "te"
+    }
+
+
 def recipes_of(section: Trainee | Critic | Reward, name: str) -> dict[str, FP8]:
     """The FP8 settings of the model in section `name`, by their own names."""
     recipes = {f"{name}.fp8": section.fp8}

@@ -34,6 +34,28 @@ class FP8:
 NO_FP8 = FP8()
 
 
+LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Compute capability that each recipe needs with layers te (transformer_engine/pytorch/quantization.py)."""
+_NEWEST_MXFP8 = (12, 0)
+"""From here on Transformer Engine does not support MXFP8 in all its products."""
+
+
+def lacking_gpu(recipe: str, capability: tuple[int, int]) -> str:
+    """The GPU that a recipe needs where one of compute capability `capability` will not do; empty where it will."""
+    if capability < LEAST_CAPABILITY[recipe]:
+        needed = f"{dotted(LEAST_CAPABILITY[recipe])} or more"
+    elif recipe == "mxfp8" and capability >= _NEWEST_MXFP8:
+        needed = "10.0 to 11.x"
+    else:
+        return ""
+    return f"a GPU of compute capability {needed}, and this one has {dotted(capability)}"
+
+
+def dotted(numbers: tuple[int, ...]) -> str:
+    """A version of these numbers."""
+    return ".".join(map(str, numbers))
+
+
 def precision_violations(layers: Layers, recipes: dict[str, FP8], name: str) -> list[str]:
     """What is wrong with the FP8 settings of the model in section `name`, a sentence each.
 

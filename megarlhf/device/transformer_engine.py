@@ -5,7 +5,7 @@ from typing import Self
 
 import torch
 
-from megarlhf.config.precision import FP8
+from megarlhf.config.precision import FP8, LEAST_CAPABILITY, dotted, lacking_gpu
 from megarlhf.device.packages import can_import, installed
 
 
@@ -28,10 +28,6 @@ class Machine:
         return cls(found, capability, tuple(int(part) for part in (torch.version.cuda or "").split(".") if part))
 
 
-_LEAST = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Compute capability that each recipe needs (transformer_engine/pytorch/quantization.py)."""
-_NEWEST_MXFP8 = (12, 0)
-"""From here on Transformer Engine does not support MXFP8 in all its products."""
 _BLOCKWISE_CUDA = (12, 9)
 
 
@@ -39,7 +35,7 @@ def in_words(machine: Machine) -> str:
     """What layers te can do on `machine`."""
     if machine.transformer_engine is None or machine.capability is None:
         return "no layers te: " + ("not installed" if machine.transformer_engine is None else "no GPU")
-    fits = [recipe for recipe in _LEAST if not _lacks(machine, machine.capability, recipe)]
+    fits = [recipe for recipe in LEAST_CAPABILITY if not _lacks(machine, machine.capability, recipe)]
     return f"layers te; FP8 recipes: {', '.join(fits) or 'none'}"
 
 
@@ -63,22 +59,15 @@ def missing_for_te(machine: Machine, name: str, recipes: dict[str, FP8]) -> list
 
 
 def _recipe_violations(machine: Machine, capability: tuple[int, int], setting: str, recipe: str) -> list[str]:
-    fits = [name for name in _LEAST if not _lacks(machine, capability, name)]
+    fits = [name for name in LEAST_CAPABILITY if not _lacks(machine, capability, name)]
     lacks = _lacks(machine, capability, recipe)
     return [f"{setting}.recipe: {recipe} needs {lacks}; choose {' or '.join([*fits, 'off'])}"] if lacks else []
 
 
 def _lacks(machine: Machine, capability: tuple[int, int], recipe: str) -> str:
     """What a recipe needs that is not there, and what is; empty when it can run."""
-    least = _LEAST[recipe]
-    if capability < least:
-        return f"a GPU of compute capability {_dotted(least)} or more, and this one has {_dotted(capability)}"
-    if recipe == "mxfp8" and capability >= _NEWEST_MXFP8:
-        return f"a GPU of compute capability 10.0 to 11.x, and this one has {_dotted(capability)}"
+    if lacking := lacking_gpu(recipe, capability):
+        return lacking
     if recipe == "blockwise" and machine.cuda < _BLOCKWISE_CUDA:
-        return f"CUDA {_dotted(_BLOCKWISE_CUDA)} or newer, and torch was built for {_dotted(machine.cuda) or 'none'}"
+        return f"CUDA {dotted(_BLOCKWISE_CUDA)} or newer, and torch was built for {dotted(machine.cuda) or 'none'}"
     return ""
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

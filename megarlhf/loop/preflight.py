@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from megarlhf.config.check import recipes_of
+from megarlhf.config.check import te_recipes
 from megarlhf.config.runs import AnyRun, OnlineRun, RewardModelRun, SFTRun
-from megarlhf.config.settings import Critic, Reference, Reward, Trainee
+from megarlhf.config.settings import Reference, Reward
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.device.packages import can_import
 from megarlhf.device.transformer_engine import Machine, missing_for_te
@@ -47,11 +47,8 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
 
 def machine_violations(settings: AnyRun) -> list[str]:
     """What the settings ask of this machine that it does not have, a sentence each."""
-    machine, found = Machine.here(), []
-    for name, section in vars(settings).items():
-        if isinstance(section, Trainee | Critic | Reward) and section.layers == "te":
-            found += missing_for_te(machine, name, recipes_of(section, name))
-    return found
+    machine = Machine.here()
+    return [line for name, recipes in te_recipes(settings).items() for line in missing_for_te(machine, name, recipes)]
 
 
 def _score_violations(settings: Reward, architecture: Architecture) -> list[str]:

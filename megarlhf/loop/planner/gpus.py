@@ -7,6 +7,9 @@ serving benchmarks reach, not measurements of this program, which has not been t
 
 from dataclasses import dataclass
 
+from megarlhf.config.check import te_recipes
+from megarlhf.config.precision import LEAST_CAPABILITY, lacking_gpu
+from megarlhf.config.runs import AnyRun
 from megarlhf.errors import ConfigError
 
 
@@ -27,6 +30,8 @@ class GPU:
     """Bytes a second, one direction, to other nodes."""
     gpus_per_node: int
     source: str
+    capability: tuple[int, int] | None
+    """CUDA's compute capability; None where there is no GPU."""
     fuses_norms: bool = True
     """torch's RMSNorm is one kernel, which keeps its input only."""
     launch_s: float = 8e-6
@@ -49,17 +54,39 @@ WORST = Efficiency(compute=0.25, memory=0.45, links=0.40)
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-40", 40, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8, "NVIDIA A100 data sheet; HDR InfiniBand"),
-        GPU("a100", 80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand"),
-        GPU("h100", 80, 989e12, 67e12, 3.35e12, 450e9, 50e9, 8, "NVIDIA H100 SXM data sheet; NDR InfiniBand"),
-        GPU("h200", 141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 8, "NVIDIA H200 SXM data sheet; NDR InfiniBand"),
-        GPU("b200", 180, 2250e12, 80e12, 8.0e12, 900e9, 50e9, 8, "NVIDIA HGX B200 data sheet; NDR InfiniBand"),
+        GPU("a100-40", 40, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8, "NVIDIA A100 data sheet; HDR InfiniBand", (8, 0)),
+        GPU("a100", 80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8, "NVIDIA A100 80GB SXM data sheet; HDR", (8, 0)),
+        GPU("h100", 80, 989e12, 67e12, 3.35e12, 450e9, 50e9, 8, "NVIDIA H100 SXM data sheet; NDR InfiniBand", (9, 0)),
+        GPU("h200", 141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 8, "NVIDIA H200 SXM data sheet; NDR InfiniBand", (9, 0)),
+        GPU("b200", 180, 2250e12, 80e12, 8.0e12, 900e9, 50e9, 8, "NVIDIA HGX B200 data sheet; NDR InfiniBand", (10, 0)),
         GPU(
             "cpu", 16, 50e9, 50e9, 10e9, 2e9, 1e9, 1, "one core, rough figures; every rank a core of one machine",
-            fuses_norms=False, launch_s=1e-5,
+            None, fuses_norms=False, launch_s=1e-5,
         ),
     )
 }  # fmt: skip
+
+
+def gpu_violations(settings: AnyRun, gpu: GPU) -> list[str]:
+    """What of Transformer Engine the settings ask for and a launch on `gpu` would refuse, a sentence each."""
+    found = []
+    for name, recipes in te_recipes(settings).items():
+        if gpu.capability is None:
+            found.append(
+                f"--gpu {gpu.name}: {name}.layers: te needs a GPU; set {name}.layers to local or emulated_fp8, or plan "
+                "for a GPU"
+            )
+            continue
+        fits = [recipe for recipe in LEAST_CAPABILITY if not lacking_gpu(recipe, gpu.capability)]
+        for setting, fp8 in recipes.items():
+            lacking = lacking_gpu(fp8.recipe, gpu.capability) if fp8.is_on else ""
+            if lacking:
+                choices = " or ".join([*fits, "off"])
+                found.append(
+                    f"--gpu {gpu.name}: {setting}.recipe: {fp8.recipe} needs {lacking}; choose {choices}, or another "
+                    "GPU"
+                )
+    return found
 
 
 def gpu_named(name: str) -> GPU:

@@ -9,7 +9,7 @@ from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.runs import AnyRun, OnlineRun
 from megarlhf.loop.model_rules import model_violations
 from megarlhf.loop.planner.cache import cache_bytes
-from megarlhf.loop.planner.gpus import GPU, Efficiency
+from megarlhf.loop.planner.gpus import GPU, Efficiency, gpu_violations
 from megarlhf.loop.planner.models import Cast, cast_of, uncounted
 from megarlhf.loop.planner.reshard import ReshardSummary, reshard_summary
 from megarlhf.loop.planner.sizes import MASTER_BYTES, MOMENT_BYTES, ModelBytes, model_bytes
@@ -105,6 +105,7 @@ def make_plan(question: Question) -> Plan:
     cast = cast_of(settings, question.architectures, found)
     found += setting_violations(settings, question.world_size, f"{question.command} FILE.yaml")
     found += model_violations(settings, {name: model.architecture for name, model in cast.models.items()})
+    found += gpu_violations(settings, question.gpu)
     for model in cast.models.values():
         found += te_violations(model.linears, model.architecture, model.layout, model.setting) + uncounted(model)
     plan = partial(Plan, question, cast, workload_of(settings), tuple(dict.fromkeys(found)))

@@ -15,6 +15,7 @@ from megarlhf.config.runs import AnyRun
 from megarlhf.config.settings import Recompute
 from megarlhf.errors import ConfigError
 from megarlhf.loop.model_rules import model_violations
+from megarlhf.loop.planner.gpus import gpu_violations
 from megarlhf.loop.planner.models import PlannedModel, cast_of
 from megarlhf.loop.planner.plan import GIB, Question, stage_seconds, total_seconds
 from megarlhf.loop.planner.stages import Ranks
@@ -81,6 +82,7 @@ def search(question: Question) -> Found:
     """The best layouts. Raises ConfigError for what no layout can mend, such as a model that is not found."""
     found: list[str] = []
     cast = cast_of(question.settings, question.architectures, found)
+    found += gpu_violations(question.settings, question.gpu)
     if found:
         raise ConfigError(found)
     ways = {name: list(_ways(model, question)) for name, model in cast.models.items() if name != "reward"}

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from megarlhf.cli import main
+from megarlhf.config.check import recipes_of
 from megarlhf.config.command import command_of
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
-from megarlhf.config.settings import PPORun
+from megarlhf.config.precision import FP8
+from megarlhf.config.settings import Actor, PPORun
+from megarlhf.device.transformer_engine import Machine, missing_for_te
 from megarlhf.loop.planner.command import Options, question_of
-from megarlhf.loop.planner.gpus import GPUS, gpu_named
+from megarlhf.loop.planner.gpus import GPUS, gpu_named, gpu_violations
 from megarlhf.loop.planner.models import COUNTED_FAMILIES, uncounted
 from megarlhf.loop.planner.plan import make_plan
 from megarlhf.loop.planner.report import advice
@@ -222,3 +225,25 @@ def test_commands_over_data_sets_are_planned_too(tmp_path, capsys):
 def test_every_gpu_says_where_its_numbers_come_from():
     assert all(gpu.source and gpu.memory_gib > 0 and gpu.flops >= gpu.float32_flops for gpu in GPUS.values())
     assert gpu_named("h100").memory_gib == 80
+
+
+@pytest.mark.parametrize("layers", ["te", "emulated_fp8"])
+@pytest.mark.parametrize("recipe", ["off", "tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_a_gpu_is_refused_exactly_where_a_launch_on_it_would_be(layers, recipe):
+    actor = Actor(model="m", layers=layers, generate_fp8=FP8(recipe))
+    for gpu in GPUS.values():
+        at_launch = missing_for_te(Machine("2.9", gpu.capability, (13, 0)), "actor", recipes_of(actor, "actor"))
+        told = gpu_violations(PPORun(actor=actor), gpu)
+        assert bool(told) == bool(at_launch and layers == "te") and all(
+            f"--gpu {gpu.name}: actor." in one for one in told
+        )
+
+
+def test_a_gpu_without_the_recipes_numbers_is_told_with_the_others(recipe, capsys):
+    flags = ["--actor.layers", "te", "--actor.fp8.recipe", "blockwise"]
+    assert main(["plan", str(recipe), "--gpu", "a100", *flags]) == 2
+    assert (
+        "--gpu a100: actor.fp8.recipe: blockwise needs a GPU of compute capability 9.0 or more, and this one has 8.0; "
+        "choose off, or another GPU" in capsys.readouterr().out
+    )
+    assert main(["plan", str(recipe), "--gpu", "a100", "--search", *flags]) == 2
