@@ -133,9 +133,11 @@ def _help(summaries: dict[str, str]) -> str:
 
 
 def _print_error(error: MegarlhfError) -> None:
-    """One violation a line. Every rank finds the same settings wrong, so one rank of each machine says it."""
+    """A line for each violation or bad row. Every rank finds the same settings wrong: one of each machine says it."""
     if not isinstance(error, ConfigError):
-        _say(reason(error))
+        text = reason(error)
+        for line in text.splitlines() if exit_code(error) == BAD_INPUT else [text]:
+            _say(line)
     elif _is_first_to_tell():
         for violation in error.violations:
             print(f"megarlhf: error: {violation}", file=sys.stderr)

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 MARKS = "<!-- recipes: made by recipes/table.py -->", "<!-- end of recipes -->"
 MEMORY_GIB = 79.6
-"""What vendors call 80 GB."""
+"""What vendors call 80 GB, which all recipes fit."""
 HEAD = ("recipe", "GPUs", "training", "sampling", "sample", "score", "learn", "host", "step")
 
 
@@ -39,14 +39,15 @@ def launch(recipe: Path) -> tuple[str, int]:
 
 
 def planned(recipe: Path) -> Plan:
-    """The plan of a recipe on its GPUs."""
+    """The plan of a recipe on its GPUs: H100s, where its comment does not name B200s."""
     command, ranks = launch(recipe)
+    kind = "b200" if "(B200" in recipe.read_text() else "h100"
     return make_plan(
         Question(
             command=command,
             settings=load(COMMANDS[command], recipe, []),
             world_size=ranks,
-            gpu=gpu_named("h100"),
+            gpu=gpu_named(kind),
             memory_gib=MEMORY_GIB,
             architectures=HERE.parent / "architectures",
             follow_reshard=False,

@@ -36,10 +36,11 @@ def main(argv: Sequence[str]) -> int:
     device.prepare()
     from megarlhf.device.versions import versions
     from megarlhf.loop.preflight import preflight
+    from megarlhf.loop.reading import row_violations
 
     num_ranks = ranks or max(ranks_needed(settings), device.launched_world_size())
     was_there = Path(settings.run.dir).exists()
-    found = preflight(settings, num_ranks, " ".join([command, *words]))
+    found = preflight(settings, num_ranks, " ".join([command, *words])) or row_violations(settings)
     if not was_there and Path(settings.run.dir).is_dir():
         Path(settings.run.dir).rmdir()  # tried only
     if found:

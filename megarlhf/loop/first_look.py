@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.config.runs import AnyRun, OnlineRun, PPORun, RewardModelRun
 from megarlhf.config.settings import Critic, Trainee
 from megarlhf.data.files import HUB
 from megarlhf.loop.model_rules import model_violations
@@ -17,8 +17,7 @@ def first_look(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml"
     """Violations, a sentence each, which `preflight` tells too. `command` completes the launch that is suggested."""
     found = setting_violations(settings, world_size, command)
     found += cast_violations(settings, roles(settings))
-    if isinstance(settings, OnlineRun):
-        found += _missing_prompts(settings.data.prompts)
+    found += [line for setting, path in _data_sets(settings).items() for line in _missing(setting, path)]
     return list(dict.fromkeys(found))
 
 
@@ -52,10 +51,24 @@ def _expert_violations(settings: AnyRun, role: Role, architecture: Architecture)
     return [f"{role.name}.balance_coef: {section.balance_coef}, but {role.folder} has no experts; set it to 0"]
 
 
-def _missing_prompts(path: str) -> list[str]:
+def _data_sets(settings: AnyRun) -> dict[str, str]:
+    """The paths of what the run reads, by their settings."""
+    if isinstance(settings, OnlineRun):
+        found = {"data.prompts": settings.data.prompts}
+    else:
+        found = {"data.path": settings.data.path}
+    if isinstance(settings, PPORun) and settings.pretraining.coef > 0:
+        found["pretraining.path"] = settings.pretraining.path
+    if isinstance(settings, RewardModelRun) and settings.statistics.max_examples > 0:
+        found["statistics.path"] = settings.statistics.path
+    return found
+
+
+def _missing(setting: str, path: str) -> list[str]:
     if not path or path.startswith(HUB) or Path(path).exists():
         return []
+    what = " of prompts" if setting == "data.prompts" else ""
     return [
-        f"data.prompts: {Path(path).absolute()} is not there; give a JSONL or Parquet file of prompts, or the folder "
-        "of a data set"
+        f"{setting}: {Path(path).absolute()} is not there; give a JSONL or Parquet file{what}, or the folder of a data "
+        "set"
     ]

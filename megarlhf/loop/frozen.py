@@ -19,7 +19,7 @@ from megarlhf.data.prompts import read_prompts
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.generator import Generator, Request, Sampling
 from megarlhf.engines.scorer import LogprobScorer
-from megarlhf.loop.offline import reading
+from megarlhf.loop.reading import reading
 from megarlhf.loop.roles import Role
 from megarlhf.loop.rollouts import experience_of
 from megarlhf.models.architecture import Architecture

@@ -1,21 +1,9 @@
 """Runs over a data set: supervised fine-tuning, reward models, and preferences without sampling."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
-from megarlhf.config.corpus import Corpus
 from megarlhf.config.runs import DPORun, KTORun, OfflineRun, RewardModelRun
 from megarlhf.data.batches import CorpusBatches, MaskRule
-from megarlhf.data.corpus import (
-    attributes_reader,
-    read_demonstrations,
-    read_labelled,
-    read_margins,
-    read_preferences,
-    read_scored,
-)  # fmt: skip
 from megarlhf.data.examples import Example
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
@@ -23,6 +11,7 @@ from megarlhf.engines.scorer import LogprobScorer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.profiling import stage_label
+from megarlhf.loop.reading import read_measured, reading
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
@@ -32,29 +21,6 @@ from megarlhf.models.build import Model
 from megarlhf.residency.residency import Residency
 from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.spans import Spans
-
-Reader = Callable[[Corpus, Tokenizer, str], list[Example]]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a command reads its data set: the rows it accepts, and the tokens it learns from."""
-
-    read: Reader
-    mask: MaskRule
-
-
-def reading(settings: OfflineRun) -> Reading:
-    """Demonstrations, preferences, judged or scored answers, by what the command learns from."""
-    if isinstance(settings, RewardModelRun):
-        how = settings.algorithm
-        if how.attributes:
-            return Reading(attributes_reader(how.attributes), how.read_at)
-        comparisons = read_margins if how.margins else read_preferences
-        return Reading(read_scored if how.loss == "regression" else comparisons, how.read_at)
-    if isinstance(settings, DPORun):
-        return Reading(read_preferences, "response")
-    return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
 
 
 def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, reporter: Reporter) -> Run:
@@ -90,7 +56,7 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
         residency=residency,
         modules=dict.fromkeys([*scorers, f"learn_{role.name}"], (role.name,)),
         followers=followers,
-        measure=_measure(settings, how, examples, tokenizer, model) if isinstance(settings, RewardModelRun) else None,
+        measure=_measure(settings, examples, tokenizer, model) if isinstance(settings, RewardModelRun) else None,
     )
 
 
@@ -104,15 +70,14 @@ def _check_profiled(settings: OfflineRun, num_steps: int) -> None:
 
 
 def _measure(
-    settings: RewardModelRun, how: Reading, examples: list[Example], tokenizer: Tokenizer, model: Model
+    settings: RewardModelRun, examples: list[Example], tokenizer: Tokenizer, model: Model
 ) -> ScoreMeasure | None:
     """What measures the scores of the exported model, on a data set that is read before anything is trained."""
     where, limit = settings.statistics, settings.statistics.max_examples
     if not limit:
         return None
     if where.path:
-        read = read_preferences if how.read is read_margins else how.read  # a margin changes no score
-        examples = read(replace(settings.data, path=where.path), tokenizer, "statistics")
+        examples = read_measured(settings, tokenizer)
     return ScoreMeasure(model, examples[:limit], settings.reward.micro_batch_tokens)
 
 

@@ -37,6 +37,29 @@ def test_everything_wrong_is_one_list(recipe, capsys):
     assert "does not divide the 3 launched" in err and "nowhere.jsonl" in err and "exceed its 128 positions" in err
 
 
+def test_rows_are_read_as_the_run_would_read_them(recipe, capsys):
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"prompt": "a"\n{"text": "a"}\n{"score": 1}\n')
+    assert main(["check", str(recipe), "--data.prompts", str(rows)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [f"megarlhf: error: {rows}:{number}: " in line for number, line in enumerate(told, 1)] == [True] * 3
+    model, folder = str(recipe.parent / "actor"), str(recipe.parent / "run")
+    words = ["check", "sft", "--actor.model", model, "--run.dir", folder, "--data.max_tokens", "8", "--ranks", "1"]
+    assert main([*words, "--data.path", str(rows)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and f"{rows}:1: not JSON" in told[0] and f"{rows}:3: " in told[1]
+    assert main([*words, "--data.path", f"{rows}x"]) == 2
+    assert f"data.path: {rows}x is not there" in capsys.readouterr().err
+    words[1:3] = ["rm", "--reward.model"]
+    pairs = recipe.parent / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert main([*words, "--data.path", str(pairs)]) == 0
+    assert main([*words, "--data.path", str(pairs), "--statistics.path", str(rows)]) == 2
+    assert f"{rows}:2: " in capsys.readouterr().err
+    ptx = ["--pretraining.path", str(rows), "--pretraining.coef", "1", "--pretraining.max_tokens", "8"]
+    assert main(["check", str(recipe), *ptx]) == 2 and f"{rows}:3: " in capsys.readouterr().err
+
+
 def test_a_recipe_that_fits_several_commands_asks_which(recipe, capsys):
     settings = {"actor": {"model": str(recipe.parent / "actor")}, "run": {"dir": str(recipe.parent / "run")}}
     recipe.write_text(yaml.safe_dump(settings))

@@ -93,6 +93,7 @@ def test_debug_adds_the_traceback(capsys):
         ("raise KeyboardInterrupt", 130, "megarlhf: error: interrupted"),
         ("from megarlhf.errors import RewardError; raise RewardError('no score')", 1, "megarlhf: error: no score\n"),
         ("from megarlhf.errors import DataError; raise DataError('row 7')", 2, "megarlhf: error: row 7\n"),
+        ("from megarlhf.errors import DataError; raise DataError('1\\n2')", 2, "rror: 1\nmegarlhf: error: 2\n"),
         ("1 / 0", 1, "Traceback"),
     ],
 )

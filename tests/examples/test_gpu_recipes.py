@@ -80,7 +80,7 @@ NARROW = "qwen2.5_72b"
 """Its feed-forward columns, cut 8 times, are no multiple of MXFP8's 32."""
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [name for name in DENSE if not name.endswith("_blackwell")])
 def test_a_recipe_of_a_dense_model_fits_in_eight_bits_on_hopper_too(name, plans):
     plan = in_eight_bits(name, "hopper", plans)
     assert not plan.violations and plan.fits

@@ -101,3 +101,22 @@ def test_every_guide_is_reached_from_the_readme():
 
 def test_the_readme_is_short_enough_to_be_read():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def metric_names() -> set[str]:
+    """What looks like a metric's name in the sources, with NAME for what is filled in."""
+    rooms = "loss|objective|policy|val|rollout|rewards?|scores|updates|pretraining|memory|bytes|calibration|logp|lr"
+    found = set()
+    for room in ("algorithms", "engines", "loop", "residency", "telemetry"):
+        for path in (ROOT / "megarlhf" / room).rglob("*.py"):
+            found |= set(re.findall(rf'"((?:{rooms}|gradient_norm|time)/[a-zA-Z_{{}}/-]+)"', path.read_text()))
+    read = {"calibration/NAME_NAME-NAME"}  # by the error over all bins, which writes none of its own
+    return {re.sub(r"{.*?}", "NAME", name) for name in found} - read
+
+
+def test_every_metric_is_explained():
+    told = re.findall(r"`([a-z_]+/[a-zA-Z_/*]+)`", (ROOT / "docs/metrics.md").read_text())
+    patterns = [re.sub(r"[A-Z]+|\\\*", "[^/]+", re.escape(name)) for name in told]
+    names = metric_names()
+    assert len(names) > 50 and "calibration/accuracy_NAME-NAME" in names
+    assert {name for name in names if not any(re.fullmatch(one, name) for one in patterns)} == set()

@@ -15,7 +15,8 @@ from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
 from megarlhf.config.settings import CorpusRun, Reference, RewardTrainee, Trainee
 from megarlhf.data import corpus
 from megarlhf.errors import ConfigError
-from megarlhf.loop.offline import build_offline, reading
+from megarlhf.loop.offline import build_offline
+from megarlhf.loop.reading import reading
 from megarlhf.telemetry.report import Reporter
 from tests.learning.toy import ANSWER_TOKENS, answer, metrics, random_prompt, train, write_rows
 from tests.tiny import write_llama

@@ -77,7 +77,7 @@ def rm(models: Path, tmp_path: Path, model: str, attributes: tuple[str, ...], **
     return RewardModelRun(
         reward=RewardTrainee(model=str(models / model), **settings),
         algorithm=RewardModelling(loss="regression", attributes=attributes),
-        data=Corpus(path="rows.jsonl", max_tokens=64),
+        data=Corpus(path=str(models / "prompts.jsonl"), max_tokens=64),
         run=CorpusRun(dir=str(tmp_path / "rm")),
     )
 

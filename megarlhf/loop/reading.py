@@ -1,0 +1,83 @@
+"""How each command reads its data sets, and what is wrong with their rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megarlhf.config.corpus import Corpus
+from megarlhf.config.runs import AnyRun, DPORun, KTORun, OfflineRun, OnlineRun, PPORun, RewardModelRun
+from megarlhf.data.batches import MaskRule
+from megarlhf.data.corpus import (
+    attributes_reader,
+    read_demonstrations,
+    read_labelled,
+    read_margins,
+    read_preferences,
+    read_scored,
+)  # fmt: skip
+from megarlhf.data.examples import Example
+from megarlhf.data.files import HUB
+from megarlhf.data.prompts import read_prompts
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.errors import MegarlhfError
+from megarlhf.loop.roles import roles
+
+Reader = Callable[[Corpus, Tokenizer, str], list[Example]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a command reads its data set: the rows it accepts, and the tokens it learns from."""
+
+    read: Reader
+    mask: MaskRule
+
+
+def reading(settings: OfflineRun) -> Reading:
+    """Demonstrations, preferences, judged or scored answers, by what the command learns from."""
+    if isinstance(settings, RewardModelRun):
+        how = settings.algorithm
+        if how.attributes:
+            return Reading(attributes_reader(how.attributes), how.read_at)
+        comparisons = read_margins if how.margins else read_preferences
+        return Reading(read_scored if how.loss == "regression" else comparisons, how.read_at)
+    if isinstance(settings, DPORun):
+        return Reading(read_preferences, "response")
+    return Reading(read_labelled if isinstance(settings, KTORun) else read_demonstrations, "response")
+
+
+def read_measured(settings: RewardModelRun, tokenizer: Tokenizer) -> list[Example]:
+    """The examples of statistics.path. Raises DataError."""
+    how = reading(settings)
+    read = read_preferences if how.read is read_margins else how.read  # a margin changes no score
+    return read(replace(settings.data, path=settings.statistics.path), tokenizer, "statistics")
+
+
+def row_violations(settings: AnyRun) -> list[str]:
+    """What a run would say of the rows that it begins with, which are all read; `settings` passed `preflight`.
+
+    Data sets of the hub are left out: they are for the run to download.
+    """
+    tokenizer = Tokenizer(next(iter(roles(settings).values())).folder)
+    wanted: list[tuple[str, Callable[[], object]]] = []
+    if isinstance(settings, OnlineRun):
+        prompts = settings.data.prompts
+        wanted.append((prompts, partial(read_prompts, prompts, tokenizer, settings.data)))
+        if isinstance(settings, PPORun) and settings.pretraining.coef:
+            mixed_in = settings.pretraining
+            # It has every field of a Corpus that reading demonstrations asks for.
+            read = partial(read_demonstrations, mixed_in, tokenizer, "pretraining")  # type: ignore[arg-type]
+            wanted.append((mixed_in.path, read))
+    else:
+        wanted.append((settings.data.path, partial(reading(settings).read, settings.data, tokenizer, "data")))
+        if isinstance(settings, RewardModelRun) and settings.statistics.path and settings.statistics.max_examples:
+            wanted.append((settings.statistics.path, partial(read_measured, settings, tokenizer)))
+    found: list[str] = []
+    for path, read_all in wanted:
+        if path.startswith(HUB):
+            continue
+        try:
+            read_all()
+        except MegarlhfError as problem:
+            found += str(problem).splitlines()
+    return found
