@@ -13,7 +13,7 @@ from megarlhf.algorithms.shaping import earnings, token_rewards
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.algorithms import GRPO, PPO, RLOO, PolicyGradient, ReinforcePlusPlus
 from megarlhf.records import Experience
-from megarlhf.records.experience import valid_values
+from megarlhf.records.experience import scatter_flat, valid_counts, valid_values
 
 _ROWS_AT_ONCE = 4096
 """Whose numbers of one position fit a core's cache: a pass over time goes from position to position."""
@@ -40,29 +40,24 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: floa
     position is that of the row's next *valid* position, and 0 after the last: masked positions are no steps in time.
     Returns (advantage, target = advantage + value), both [B, T] and 0 where masked.
     """
-    advantage = torch.zeros_like(reward, dtype=torch.float32)
-    columns = mask.any(dim=0).nonzero()[:, 0]
-    if not len(columns):
-        return advantage, torch.zeros_like(advantage)
-    span = slice(int(columns[0]), int(columns[-1]) + 1)
-    for start in range(0, len(reward), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        parts = [part[rows, span].contiguous().T.contiguous() for part in (reward, value, mask)]
-        advantage[rows, span] = _gae_by_time(parts[0], parts[1], parts[2], gamma, lambda_).T.contiguous()
-    return advantage, torch.where(mask, advantage + value, 0.0)
+    # Rows of their valid positions alone, so that the next column is the next step in time.
+    counts = valid_counts(mask)
+    is_step = torch.arange(int(counts.max()) if len(counts) else 0) < counts[:, None]
+    rewards, values = (scatter_flat(valid_values(part, mask), is_step) for part in (reward, value))
+    delta = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
+    for rows in delta.split(_ROWS_AT_ONCE):
+        _sum_backwards(rows, gamma * lambda_)
+    advantage = valid_values(delta, is_step)
+    return scatter_flat(advantage, mask), scatter_flat(advantage + valid_values(value, mask), mask)
 
 
-def _gae_by_time(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lambda_: float) -> Tensor:
-    """Advantages [T, B] from [T, B]."""
-    advantage = torch.empty_like(reward, dtype=torch.float32)
-    following = torch.zeros(reward.shape[1], dtype=torch.float32, device=reward.device)
-    next_value = torch.zeros_like(following)
-    for t in reversed(range(len(reward))):
-        delta = reward[t] + gamma * next_value - value[t]
-        following = torch.where(mask[t], delta + gamma * lambda_ * following, following)
-        next_value = torch.where(mask[t], value[t], next_value)
-        advantage[t] = torch.where(mask[t], following, 0.0)
-    return advantage
+def _sum_backwards(delta: Tensor, factor: float) -> None:
+    """Adds to each column of [B, T] the next one, of which this is true already, times `factor`."""
+    by_time = delta.T.contiguous()
+    following, scaled = torch.zeros(len(delta)), torch.empty(len(delta))
+    for step in reversed(by_time.unbind()):
+        following = step.add_(torch.mul(following, factor, out=scaled))
+    delta.copy_(by_time.T.contiguous())
 
 
 def returns_to_go(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:

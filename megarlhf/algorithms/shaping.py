@@ -13,7 +13,7 @@ from megarlhf.algorithms.groups import has_signal
 from megarlhf.algorithms.state import AlgorithmState, with_observed_kl, with_seen_scores
 from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.records import Experience
-from megarlhf.records.experience import valid_values
+from megarlhf.records.experience import valid_counts, valid_values
 
 
 class Earnings(NamedTuple):
@@ -91,7 +91,7 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     KL is reported where there is a reference. Rows without a sampled token count for the scores only.
     """
     mask, coefficient = experience.mask, state.kl.coefficient
-    lengths = mask.sum(dim=1)
+    lengths = valid_counts(mask)
     sampled = lengths > 0
     score, state = normalised_scores(experience.score, sampled, settings, state)
     reward = shaped_reward(score, experience.finished, lengths, settings)
@@ -134,7 +134,7 @@ def _kl(experience: Experience, settings: PolicyGradient) -> Tensor:
 
 
 def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor) -> dict[str, float]:
-    mask, lengths = experience.mask, experience.mask.sum(dim=1)
+    mask, lengths = experience.mask, valid_counts(experience.mask)
     sampled = lengths > 0
     mean_penalty = float(penalty.sum(dim=1)[sampled].mean())
     metrics = {

@@ -46,7 +46,9 @@ def plan_rows(
     """
     choices = [units] if units is not None else [_families(spans, max_tokens, parts) for parts in _cuts(spans, dp)]
     shares = [_shared_out(spans, choice, dp) for choice in choices]
-    units, ranks = min(zip(choices, shares, strict=True), key=lambda pair: _heaviest(spans, *pair))
+    units, ranks = choices[0], shares[0]
+    if len(choices) > 1:
+        units, ranks = min(zip(choices, shares, strict=True), key=lambda pair: _heaviest(spans, *pair))
     plan = []
     for mine in ranks:
         bins = pack([spans.num_tokens(units[unit]) for unit in mine], max_tokens)
@@ -69,6 +71,9 @@ def _families(spans: Spans, max_tokens: int, parts: int) -> list[list[int]]:
         families.setdefault(family, []).append(row)
     units = []
     for rows in families.values():
+        if len(rows) == 1:
+            units.append(rows)
+            continue
         own = [spans.lengths[row] - spans.prompts[row] for row in rows]
         room = max(max_tokens - spans.prompts[rows[0]], 1)
         for part in share(own, min(parts, len(rows))):

@@ -19,7 +19,7 @@ from megarlhf.models.lora import Key, adapters_off
 from megarlhf.models.score_config import ScoreRule, label_names
 from megarlhf.parallel.groups import Groups
 from megarlhf.parallel.rows import gather_rows
-from megarlhf.records.experience import Experience, scatter_flat
+from megarlhf.records.experience import Experience, scatter_flat, valid_counts
 from megarlhf.records.spans import Reads
 
 ScoreHead = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
@@ -92,7 +92,7 @@ class LogprobScorer:
             return torch.stack([logp, entropy], 1).flatten() if with_entropy else logp
 
         width = 2 if with_entropy else 1
-        counts = (width * experience.mask.sum(1)).tolist()
+        counts = (width * valid_counts(experience.mask)).tolist()
         flat = score_rows(self.model, experience, counts, self.max_tokens, head)
         if not with_entropy:
             return experience.replace(**{self.field: scatter_flat(flat, experience.mask)})
@@ -155,7 +155,7 @@ class ValueScorer:
         def head(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             return values(self.model, hidden, batch.packed.logit_positions)
 
-        counts = experience.mask.sum(1).tolist()
+        counts = valid_counts(experience.mask).tolist()
         flat = score_rows(self.model, experience, counts, self.max_tokens, head)
         return experience.replace(value=scatter_flat(flat, experience.mask))
 

@@ -179,6 +179,8 @@ class Run:
     def minibatches(self, batch: Experience, step: int) -> Iterator[Experience]:
         """Every row once per epoch, in an order that depends on (seed, step, epoch) only; siblings that a loss compares
         stay together."""
+        # what no loss reads is not carried along
+        batch = batch.replace(token_reward=None, entropy=None, prompts=(), responses=(), metadata=())
         units = group_units(batch) if self.algorithm.keeps_groups else [[row] for row in range(batch.num_rows)]
         for epoch in range(self.passes.num_epochs):
             shuffler = torch.Generator().manual_seed(derive_seed(self.settings.run.seed, "minibatches", step, epoch))

@@ -4,12 +4,12 @@ Rows are padded on the right. Position t of a [B, T] field speaks about the toke
 policy sampled it (`mask`), the value *before* it. Shapes and dtypes are checked whenever a record is made.
 """
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,7 +159,7 @@ class Experience:
         width = max([2, *lengths.tolist()])
         is_prompt, is_text = _is_before(prompt_lengths, width), _is_before(lengths, width)
         is_response = is_text & ~is_prompt
-        tokens = torch.full((len(lengths), width), PAD, dtype=torch.int64)
+        tokens = torch.zeros((len(lengths), width), dtype=torch.int64)
         _put(tokens, is_prompt, _fitting(prompt_ids, prompt_lengths, "prompt ids"))
         _put(tokens, is_response, _fitting(response_ids, response_lengths, "response ids"))
         return cls(
@@ -233,6 +233,11 @@ def valid_values(values: Tensor, mask: Tensor) -> Tensor:
     return torch.from_numpy(values.detach().numpy()[mask.numpy()])
 
 
+def valid_counts(mask: Tensor) -> Tensor:
+    """[B] int64: true positions of each row of [B, T] on the host, which torch would first copy as int64."""
+    return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1))
+
+
 def _put(target: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """`target` with `values` [N] where `mask` is true, in place."""
     target.numpy()[mask.numpy()] = values.numpy()
@@ -241,7 +246,7 @@ def _put(target: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 def scatter_rows(rows: Sequence[Sequence[float] | Tensor], mask: Tensor) -> Tensor:
     """`scatter_flat` of numbers in one list or tensor per row. Asserts that the counts agree row by row."""
-    counts = mask.sum(dim=1).tolist()
+    counts = valid_counts(mask).tolist()
     found = [len(row) for row in rows]
     assert found == counts, f"numbers per row {found} differ from the valid tokens per row {counts}"
     flat = [row if isinstance(row, Tensor) else flat_numbers([row]) for row in rows]
@@ -250,17 +255,17 @@ def scatter_rows(rows: Sequence[Sequence[float] | Tensor], mask: Tensor) -> Tens
 
 def flat_ids(rows: Iterable[Sequence[int]]) -> Tensor:
     """[N] int64: token ids of all rows, end to end."""
-    return _flat(array("q", chain.from_iterable(rows)), torch.int64)
+    return _flat(list(rows), np.int64)
 
 
 def flat_numbers(rows: Iterable[Sequence[float]]) -> Tensor:
     """[N] float32: numbers of all rows, end to end."""
-    return _flat(array("d", chain.from_iterable(rows)), torch.float64).to(torch.float32)
+    return _flat(list(rows), np.float64).to(torch.float32)
 
 
-def _flat(numbers: array, dtype: torch.dtype) -> Tensor:
-    # an array takes a list's numbers five times as fast as torch.tensor does; an empty one has no buffer
-    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
+def _flat(rows: list, dtype: type) -> Tensor:
+    # a tenth of the time that torch.tensor needs for a list
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows))))
 
 
 def _is_before(ends: Tensor, width: int) -> Tensor:

@@ -6,6 +6,7 @@ already, as the beginning of another row: it continues that prompt, as if it sto
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -156,23 +157,30 @@ def _segments(spans: Spans, rows: Sequence[int]) -> tuple[list[_Segment], Tensor
 
 
 def _first_fit(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each row into the first bin that has room. `tree` holds the room of all bins there might be, and above each two
+    places the larger of them, so that a bin is found without looking at all of them."""
+    leaves = 1 << max(len(rows) - 1, 0).bit_length()
+    tree = [max_tokens] * (2 * leaves)
     bins: list[list[int]] = []
-    room: list[int] = []
     for row in rows:
-        place = next((i for i, left in enumerate(room) if left >= lengths[row]), len(bins))
-        if place == len(bins):
+        place = 1
+        while place < leaves:
+            place = 2 * place + (tree[2 * place] < lengths[row])
+        if place - leaves == len(bins):
             bins.append([])
-            room.append(max_tokens)
-        bins[place].append(row)
-        room[place] -= lengths[row]
+        bins[place - leaves].append(row)
+        tree[place] -= lengths[row]
+        while place > 1:
+            place //= 2
+            tree[place] = max(tree[2 * place], tree[2 * place + 1])
     return bins
 
 
 def _lightest_first(rows: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [0] * num_bins
+    loads = [(0, place) for place in range(num_bins)]
     for row in rows:
-        place = load.index(min(load))
+        load, place = loads[0]
         bins[place].append(row)
-        load[place] += lengths[row]
+        heapreplace(loads, (load + lengths[row], place))
     return bins

@@ -1,5 +1,6 @@
 """Which tokens of rows are computed, and which rows begin with a prompt that is computed once for all of them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -36,20 +37,24 @@ class Spans:
         """
         lengths = experience.lengths.tolist()
         if reads == "before":
-            places = torch.arange(1, experience.mask.shape[1] + 1)
-            lengths = (experience.mask * places).amax(1).tolist()
+            places = torch.arange(1, experience.mask.shape[1] + 1, dtype=torch.int32)
+            lengths = torch.where(experience.mask, places, 0).amax(1).tolist()
         if not shares_prompts:
             return cls.unshared(lengths)
         first: dict[tuple[int, bytes], int] = {}
         prompts, families = [], []
         ids, groups = experience.tokens.numpy(), experience.group.tolist()
+        siblings = Counter(groups)
         for row, size in enumerate(experience.prompt_lengths.tolist()):
             read = lengths[row] > 0
             prompts.append(size if read else 0)
-            families.append(first.setdefault((groups[row], ids[row, :size].tobytes()), row) if read else row)
+            is_alone = not read or siblings[groups[row]] == 1
+            families.append(row if is_alone else first.setdefault((groups[row], ids[row, :size].tobytes()), row))
         return cls(tuple(lengths), tuple(prompts), tuple(families))
 
     def num_tokens(self, rows: Sequence[int]) -> int:
         """Of the stream that holds `rows`: a family's prompt once, and what follows it in each row."""
+        if len(rows) == 1:
+            return self.lengths[rows[0]]
         prompts = {self.families[row]: self.prompts[row] for row in rows}
         return sum(prompts.values()) + sum(self.lengths[row] - self.prompts[row] for row in rows)

@@ -1,11 +1,11 @@
 """What a step costs the host of a rank for every sampled token of all ranks: records, results, credit, plans.
 
-    python -m tests.benchmarks.rows [--rows 4096 --prompt 512 --response 512 --ranks 128]
+    python -m tests.benchmarks.rows [--rows 2048 --prompt 1024 --response 1024 --ranks 64]
 
 Every rank holds the records of the whole step, so that this work is not shared out and grows with the batch. Everything
 that a PPO step does with all rows is timed once on a batch of that size, in one thread of one process, and exchanges
-between two; the models are left out, and what a rank does for its own rows only. Responses are ragged, half as long as
---response at the least; a token is a sampled one. The sum is what the planner counts for each of them
+between two; the models are left out, and what a rank does for its own rows only. Responses are ragged, of
+7/8 of --response or more; a token is a sampled one. The sum is what the planner counts for each of them
 (`HOST_TOKEN_S` in loop/planner/step_time.py), which leaves out the wire.
 """
 
@@ -36,7 +36,7 @@ class Size:
     def lengths(self) -> torch.Tensor:
         """[rows] int64: tokens of each response."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.response // 2, self.response + 1, (self.rows,), generator=generator)
+        return torch.randint(7 * self.response // 8, self.response + 1, (self.rows,), generator=generator)
 
     def numbers(self) -> torch.Tensor:
         """[tokens] float32: one for each sampled token."""
@@ -46,10 +46,10 @@ class Size:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--response", type=int, default=512)
-    parser.add_argument("--ranks", type=int, default=128, help="data-parallel ranks that share the batch, on paper")
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks that share the batch, on paper")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -88,6 +88,7 @@ def pieces_of(size: Size) -> dict[str, tuple[int, Piece]]:
     from megarlhf.loop.rollouts import experience_of
     from megarlhf.records.experience import scatter_flat, valid_values
     from megarlhf.records.prompts import Prompt, siblings
+    from megarlhf.records.spans import Spans
     from megarlhf.records.tokens import Denominators
 
     lengths, numbers, settings = size.lengths(), size.numbers(), PPO()
@@ -105,9 +106,12 @@ def pieces_of(size: Size) -> dict[str, tuple[int, Piece]]:
         value=batch.logp_rollout * 0.1,
         score=torch.randn(size.rows),
     )
-    credited = ppo_credit(scored, settings, ppo_state(settings))[0]
+    credited = ppo_credit(scored, settings, ppo_state(settings))[0].replace(
+        token_reward=None, entropy=None, prompts=(), responses=(), metadata=()
+    )
     order = torch.randperm(size.rows)
     quarters = order.tensor_split(4)
+    parts = [credited.select(part) for part in quarters]
     pairs = list(zip(ids, (part.tolist() for part in tokens.split(lengths.tolist())), strict=True))
     return {
         "requests shared out": (1, lambda: share_requests(requests, size.response, size.ranks)),
@@ -116,8 +120,11 @@ def pieces_of(size: Size) -> dict[str, tuple[int, Piece]]:
         "a scorer's results put in": (4, lambda: batch.replace(value=scatter_flat(numbers, batch.mask))),
         "credit of PPO": (1, lambda: ppo_credit(scored, settings, ppo_state(settings))),
         "minibatches": (2, lambda: [credited.select(part) for part in quarters]),
-        "denominators": (2, lambda: [Denominators.of(credited.select(part)) for part in quarters]),
-        "a plan of micro-batches": (5, lambda: plan_rows(batch.lengths.tolist(), size.ranks, 8192)),
+        "denominators": (2, lambda: [Denominators.of(part) for part in parts]),
+        "a plan of micro-batches": (
+            5,
+            lambda: plan_rows(Spans.of(batch, "before", shares_prompts=True), size.ranks, 8192),
+        ),
         "mean entropy": (1, lambda: valid_values(scored.entropy, scored.mask).mean()),
     }
 

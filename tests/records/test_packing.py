@@ -108,3 +108,25 @@ def test_flat_results_split_into_rows_again():
 def test_an_empty_micro_batch_is_refused():
     with pytest.raises(AssertionError, match="at least one row"):
         pack_rows(rows_of((1, 1)), [])
+
+
+def packed_slowly(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """The rule of `pack`, looking at every micro-batch for every row."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    alone = [[row] for row in longest_first if lengths[row] >= max_tokens]
+    others = [row for row in longest_first if lengths[row] < max_tokens]
+    fitted: list[list[int]] = []
+    for row in others:
+        fitting = [rows for rows in fitted if sum(lengths[i] for i in rows) + lengths[row] <= max_tokens]
+        fitting[0].append(row) if fitting else fitted.append([row])
+    even: list[list[int]] = [[] for _ in fitted]
+    for row in others:
+        min(even, key=lambda rows: sum(lengths[i] for i in rows)).append(row)
+    is_even = all(sum(lengths[i] for i in rows) <= max_tokens for rows in even)
+    return sorted(sorted(rows) for rows in alone + (even if is_even else fitted))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 45), max_size=40), st.integers(1, 40))
+def test_micro_batches_are_those_of_the_slow_rule(lengths, max_tokens):
+    assert pack(lengths, max_tokens) == packed_slowly(lengths, max_tokens)

@@ -11,8 +11,7 @@ from megarlhf.engines.generator.requests import Completion, Completions, Request
 from megarlhf.engines.generator.steps import packed_bytes
 from megarlhf.errors import DataError, LayoutError
 from megarlhf.models.build import Model
-from megarlhf.parallel.rows import gather_rows, share
-from megarlhf.records.experience import flat_ids
+from megarlhf.parallel.rows import gather_objects, gather_rows, share
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,9 @@ class Generator:
         groups = self.model.groups
         dp = groups.layout.dp(groups.world_size)
         mine = share_requests(requests, sampling.max_new_tokens, dp)[groups.coordinates.dp]
-        completions, flight = self._fly([requests[i] for i in mine], sampling)
+        own = [requests[i] for i in mine]
+        _require_known_ids(own, self.model)
+        completions, flight = self._fly(own, sampling)
         everything = _gather(mine, completions, len(requests), sampling, self.model)
         self.report = GenerationReport(
             num_tokens=len(everything.token_ids),
@@ -144,14 +145,22 @@ def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) 
                 f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
                 f"do not fit the model's {architecture.max_positions} positions; give 1 to {room} tokens"
             )
-    distinct = {id(request.prompt_ids): request for request in requests}
-    ids = flat_ids(request.prompt_ids for request in distinct.values())
-    if not len(ids) or (0 <= int(ids.min()) and int(ids.max()) < architecture.vocab_size):
-        return
-    for request in distinct.values():
-        prompt = request.prompt_ids
-        if not 0 <= min(prompt) <= max(prompt) < architecture.vocab_size:
-            raise DataError(
-                f"prompt of row {request.row_id}: token ids {min(prompt)} to {max(prompt)} are not all in the model's "
-                f"vocabulary of {architecture.vocab_size}; tokenizer and model do not belong together"
-            )
+
+
+def _require_known_ids(requests: Sequence[Request], model: Model) -> None:
+    """Raises DataError on all ranks where one of its own requests has an id outside the vocabulary. Collective over the
+    world: a rank looks at what it prefills only."""
+    found = (_unknown_ids(request, model.architecture.vocab_size) for request in requests)
+    problems = gather_objects(next(filter(None, found), ""), model.groups.world)
+    if any(problems):
+        raise DataError(next(filter(None, problems)))
+
+
+def _unknown_ids(request: Request, vocab_size: int) -> str:
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if 0 <= lowest <= highest < vocab_size:
+        return ""
+    return (
+        f"prompt of row {request.row_id}: token ids {lowest} to {highest} are not all in the model's vocabulary of "
+        f"{vocab_size}; tokenizer and model do not belong together"
+    )

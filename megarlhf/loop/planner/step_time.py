@@ -4,10 +4,11 @@ For each stage the time of the slowest rank: multiplications at a share of the p
 other (it is not overlapped), plus the pipeline's bubble. A decoding step reads the weights and the cache once, so it is
 bound by memory; its kernels are launched one by one, which is counted for small models. Every sequence is at its
 longest, and all finish together. Results of rows are brought to every rank, whose host goes through all of them. Left
-out: tokenizing, reward functions and servers, saving, the rest of the host's work.
+out: tokenizing, reward functions and servers, saving, the rest of the host's work; and that a prompt which rows share
+is computed once. `python -m tests.benchmarks.step_time` compares with measured steps, on CPUs.
 
 Multiplications of a token: 2 per weight forward, 4 backward, and again 2 for what is recomputed; attention 4 * S/2 per
-query column forward, for rows of S tokens.
+query column forward, for rows of S tokens. Through the head go the predicted tokens only.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from megarlhf.weights.transfers import ITEM_BYTES
 
 KERNELS_PER_LAYER, KERNELS_PER_CHOICE = 30, 40
 """Launched by a decoding step for a layer, and to choose a token; counted in engines/generator."""
-ROW_BYTES = 12
+ROW_BYTES = 8
 """Of a sampled token (its id and the sampler's log-prob), brought to every rank; of a score 4."""
 HOST_TOKEN_S = 0.55e-6
 """Of a sampled token on the host of every rank: lists, records and checks of all rows; measured on one CPU core."""
@@ -130,8 +131,9 @@ def learn_s(model: PlannedModel, size: ModelBytes, work: Workload, machine: Mach
     layout = model.layout
     dp = layout.dp(machine.world_size)
     load = work.update_load(model, dp)
-    again = {"none": 0.0, "selective": _feed_forward_share(model), "full": 1.0}[model.recompute]
-    flops = _flops(model, work.length) * (3 + again)
+    at_head = load.predicted / load.tokens
+    again = {"none": 0.0, "selective": _feed_forward_share(model, at_head), "full": 1.0}[model.recompute]
+    flops = _flops(model, work.length, at_head) * (3 + again)
     multiplying = machine.multiply_s(flops * load.tokens / (layout.tp * layout.pp), model.dtype)
     talking = (2 + 1 + again) / 2 * _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
@@ -150,7 +152,7 @@ def score_s(model: PlannedModel, work: Workload, machine: Machine) -> Parts:
     layout = model.layout
     dp = layout.dp(machine.world_size)
     load = work.score_load(model, dp)
-    flops = _flops(model, work.length) * load.tokens / (layout.tp * layout.pp)
+    flops = _flops(model, work.length, load.predicted / load.tokens) * load.tokens / (layout.tp * layout.pp)
     multiplying, talking = machine.multiply_s(flops, model.dtype), _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
     return Parts(
@@ -169,17 +171,18 @@ def generate_s(model: PlannedModel, size: ModelBytes, cache_bytes: int, work: Wo
     tokens = -(-work.rows // dp) / slots * work.response
     prefill = Load(min(4096, max(work.prompt, 1) * prompts), slots)
     num_prefills = max(1.0, prompts * work.prompt / prefill.tokens)
-    flops = _flops(model, work.prompt) * prefill.tokens / layout.tp  # stages take turns
+    flops = _flops(model, work.prompt, 1 / max(work.prompt, 1)) * prefill.tokens / layout.tp  # stages take turns
     mean_cache = cache_bytes * (work.prompt + work.response / 2) / work.length
     # With several stages, each reads its weights while the others wait.
     reading = layout.pp * machine.read_s(size.weights + mean_cache)
-    multiplying = machine.multiply_s(_flops(model, work.length) * slots / layout.tp, model.dtype)
+    multiplying = machine.multiply_s(_flops(model, work.length, 1.0) * slots / layout.tp, model.dtype)
     launching = machine.gpu.launch_s * (KERNELS_PER_LAYER * architecture.num_layers + KERNELS_PER_CHOICE)
     choosing = machine.read_s(16 * slots * padded_vocab(architecture, layout) / layout.tp)
     talking = layout.pp * _tensor_s(model, Load(slots, slots), machine)
+    together = max if machine.gpu.overlaps else sum
     return Parts(
         compute=num_prefills * machine.multiply_s(flops, model.dtype)
-        + tokens * (max(reading, multiplying, launching) + choosing),
+        + tokens * (together((reading, multiplying, launching)) + choosing),
         tensor=num_prefills * layout.pp * _tensor_s(model, prefill, machine) + tokens * talking,
         rows=_rows_s(ROW_BYTES, HOST_TOKEN_S, work, dp, layout.tp, machine),
     )
@@ -201,20 +204,21 @@ def _rows_s(token_bytes: float, token_s: float, work: Workload, dp: int, tp: int
     return machine.spread_s(num_tokens * token_bytes, dp, is_far) + num_tokens * token_s
 
 
-def _flops(model: PlannedModel, length: int) -> float:
-    """Multiplications and additions of a token's forward pass through the whole model, in a row of `length` tokens."""
+def _flops(model: PlannedModel, length: int, at_head: float) -> float:
+    """Multiplications and additions of a token's forward pass through the whole model, in a row of `length` tokens, of
+    which a share of `at_head` goes through the head."""
     architecture = model.architecture
     columns = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_groups * architecture.head_dim
     width, rows = architecture.hidden_size, architecture.vocab_size if model.head == "vocabulary" else 1
     layer = width * (2 * columns + 2 * keys) + 3 * width * columns_at_work(architecture) + length * columns
-    return 2.0 * (architecture.num_layers * layer + width * rows)
+    return 2.0 * (architecture.num_layers * layer + at_head * width * rows)
 
 
-def _feed_forward_share(model: PlannedModel) -> float:
+def _feed_forward_share(model: PlannedModel, at_head: float) -> float:
     architecture = model.architecture
     weights = 3 * architecture.hidden_size * columns_at_work(architecture) * architecture.num_layers
-    return 2.0 * weights / _flops(model, 0)
+    return 2.0 * weights / _flops(model, 0, at_head)
 
 
 def _tensor_s(model: PlannedModel, load: Load, machine: Machine) -> float:
