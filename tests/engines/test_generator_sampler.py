@@ -7,8 +7,8 @@ import torch
 
 from megarlhf import device
 from megarlhf.engines.generator import Sampling
-from megarlhf.engines.generator.noise import gumbel, row_keys
-from megarlhf.engines.generator.sampler import Choice, Shard, choose
+from megarlhf.engines.generator.noise import gumbel, hashed, position_keys, row_keys, spread
+from megarlhf.engines.generator.sampler import Choice, Shard, _two_first, choose
 from megarlhf.errors import ConfigError
 from tests.distributed.pool import run_on_ranks
 
@@ -150,3 +150,28 @@ def test_vocabulary_shards_choose_the_same_tokens(world):
             assert torch.equal(choice.tokens, whole.tokens), sampling
             assert torch.equal(choice.near_ties, whole.near_ties), sampling
             torch.testing.assert_close(choice.logps, whole.logps, rtol=0, atol=1e-5)
+
+
+def best_two_by_float64(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return (probs.double().log() + noise.double()).topk(2, dim=-1).indices
+
+
+@pytest.mark.parametrize("spread_of_logits", [0.0, 1.0, 4.0, 30.0])
+def test_noise_is_worked_out_to_the_end_for_every_token_that_can_win(spread_of_logits):
+    keys, positions = noise_keys(64)
+    ids = torch.arange(1000)
+    probs = (torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)) * spread_of_logits).softmax(-1)
+    bits = hashed(*position_keys(keys, positions), spread(ids))
+    expected = best_two_by_float64(probs, gumbel(keys, positions, ids))
+    assert torch.equal(_two_first(probs, bits)[1], expected)
+
+
+def test_tokens_left_out_of_the_last_round_are_looked_at_when_they_could_win():
+    # u close to 1 makes E nine times u: eight tokens have the greatest p / u, the last two the greatest p / E
+    probs = torch.tensor([[0.11] * 8 + [0.05, 0.049]])
+    u = torch.tensor([[0.9999] * 8 + [0.5, 0.5]], dtype=torch.float64)
+    bits = (u * 2**32).long()
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
+    values, columns = _two_first(probs, bits)
+    assert columns.tolist() == [[8, 9]]
+    torch.testing.assert_close(values, torch.tensor([[0.05, 0.049]]) / math.log(2))

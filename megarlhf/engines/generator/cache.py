@@ -24,13 +24,20 @@ class Cache:
         """Memory held."""
         return self.blocks.numel() * self.blocks.element_size()
 
-    def append(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        """Writes a token of each of `slots` [A]: key, value [A, kv_groups/tp, head_dim] at positions `lengths` [A]."""
-        keys, values = self.blocks[layer]
-        keys[slots, :, lengths] = key
-        values[slots, :, lengths] = value
+    def places(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Where the next key and value of slots 0 .. A-1, which hold `lengths` [A] tokens, go: [A, kv_groups/tp, 2].
+
+        Numbers of rows of head_dim in a layer's block; the same in every layer.
+        """
+        _, _, num_slots, groups, capacity, _ = self.blocks.shape
+        device = lengths.device
+        rows = torch.arange(len(lengths), device=device)[:, None] * groups + torch.arange(groups, device=device)
+        keys = rows * capacity + lengths[:, None]
+        return torch.stack([keys, keys + num_slots * groups * capacity], -1)
+
+    def append(self, layer: int, keys_values: torch.Tensor, places: torch.Tensor) -> None:
+        """Writes a token of each active slot: `keys_values` [A, kv_groups/tp, 2, head_dim] at `places`, as above."""
+        self.blocks[layer].view(-1, self.blocks.shape[-1])[places] = keys_values
 
     def read(self, layer: int, num_active: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values [A, kv_groups/tp, length, head_dim] of the active slots."""

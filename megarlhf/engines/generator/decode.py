@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.device import labelled
+from megarlhf.engines.generator.attention import attention_over
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.engines.generator.steps import Steps
-from megarlhf.models.attention import causal_attention, masked_attention
+from megarlhf.models.attention import causal_attention
 from megarlhf.models.build import Model
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, query [N, heads/tp, D], key [N, kv_groups/tp, D], value [N, kv_groups/tp, D]) -> [N, heads/tp * D]."""
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, heads [N, kv_groups/tp, heads of a group + 2, D] as in steps.py, rotated) -> [N, heads/tp * D]."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ def prefill(model: Model, steps: Sequence[Steps], prompts: Sequence[Sequence[int
     def pad(flat: torch.Tensor) -> torch.Tensor:
         padded = flat.new_zeros(len(prompts) * longest, *flat.shape[1:])
         padded[places] = flat
-        return padded.view(len(prompts), longest, *flat.shape[1:]).transpose(1, 2)
+        return padded.view(len(prompts), longest, *flat.shape[1:])
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = pad(key), pad(value)
-        layers.append(torch.stack([keys, values]))
-        context = causal_attention(pad(query), keys, values, steps[layer].scoring)
+    def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
+        query = pad(heads[:, :, :-2]).flatten(2, 3).transpose(1, 2)
+        layers.append(pad(heads[:, :, -2:]).permute(3, 0, 2, 1, 4))
+        context = causal_attention(query, *layers[-1], steps[layer].scoring)
         return context.transpose(1, 2).flatten(0, 1)[places].flatten(1)
 
     hidden = _run_stage(model, steps, tokens, positions, attend)
@@ -70,28 +71,15 @@ def decode(
 
     `tokens` [A] are appended to the cache, where `lengths` [A] tokens are; `longest` is max(lengths) + 1.
     """
-    windows = {step.scoring.window for step in steps}
-    masks = {window: _mask(lengths, longest, window, cache.blocks.dtype) for window in windows}
-    rows = torch.arange(len(tokens), device=tokens.device)
+    places = cache.places(lengths)
+    num_heads = model.config.num_attention_heads // model.groups.tp.size()
+    attention = attention_over(cache, [step.scoring for step in steps], num_heads, lengths, longest)
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cache.append(layer, key, value, rows, lengths)
-        keys, values = cache.read(layer, len(tokens), longest)
-        # the heads that share a group become its query positions: no repeated keys
-        grouped, scoring = query.unflatten(1, (keys.shape[1], -1)), steps[layer].scoring
-        return masked_attention(grouped, keys, values, masks[scoring.window], scoring).flatten(1)
+    def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
+        cache.append(layer, heads[:, :, -2:], places)
+        return attention(layer, heads[:, :, :-2])
 
     return _run_stage(model, steps, tokens, lengths, attend)
-
-
-def _mask(lengths: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """[A, 1, 1, longest]: 0 for the cached tokens that the token at `lengths` [A] sees, -inf for the others."""
-    places = torch.arange(longest, device=lengths.device)
-    unseen = places > lengths[:, None]
-    if window is not None:
-        unseen |= places <= lengths[:, None] - window
-    mask = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device)
-    return mask.masked_fill_(unseen, -torch.inf)[:, None, None]
 
 
 def _run_stage(
@@ -124,15 +112,14 @@ def _run_layers(
     So no scale that tokens share depends on them.
     """
     num_tokens = len(hidden)
-    turns = [(each.cos().to(hidden.dtype), _signed(each.sin().to(hidden.dtype))) for each in angles]
+    turns = [_turn(each, hidden.dtype) for each in angles]
     hidden = _padded(hidden, multiple)
     for index, step in enumerate(steps):
         with step.precision():
-            query, key, value = (heads[:num_tokens, 0] for heads in step.heads(step.input_norm(hidden)))
-            query, key = (_rotate(heads, *turns[step.rope_place]) for heads in (query, key))
-            context = attend(index, query, key, value)[:, None]
-            hidden = hidden + step.project(_padded(context, multiple))
-            hidden = hidden + step.mlp(step.mlp_norm(hidden))
+            heads = step.heads(step.input_norm(hidden))[:num_tokens]
+            _rotate(heads[:, :, :-1], *turns[step.rope_place])
+            hidden.add_(step.project(_padded(attend(index, heads)[:, None], multiple)))
+            hidden.add_(step.mlp(step.mlp_norm(hidden)))
     return hidden[:num_tokens]
 
 
@@ -142,18 +129,19 @@ def _padded(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])]) if missing else tokens
 
 
-def _signed(sin: torch.Tensor) -> torch.Tensor:
-    """Sines [N, 1, R] as they multiply the exchanged halves: the first half's are negative."""
+def _turn(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [N, 1, 1, R] of angles [N, 1, R], the sines as they multiply the exchanged halves: those of the
+    first half are negative."""
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     first, second = sin.chunk(2, -1)
-    return torch.cat([-first, second], -1)
+    return cos[:, None], torch.cat([-first, second], -1)[:, None]
 
 
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R numbers of heads [N, heads, D] by their tokens' angles [N, 1, R]; `sin` as from `_signed`.
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates the first R numbers of heads [N, groups, heads, D] by their tokens' angles, in place.
 
     RoFormer, equation 34, in halves, not pairs.
     """
-    turned, kept = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, -1)
-    turned = (turned * cos).add_(torch.cat([second, first], -1).mul_(sin))
-    return torch.cat([turned, kept], -1) if kept.shape[-1] else turned
+    turned, half = heads[..., : cos.shape[-1]], cos.shape[-1] // 2
+    exchanged = turned.roll(half, -1).mul_(sin)
+    turned.mul_(cos).add_(exchanged)

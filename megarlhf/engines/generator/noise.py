@@ -19,8 +19,6 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
 _MIX_A, _MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _GOLDEN_32 = 0x9E3779B1 - 2**32
 _ROUND_A, _ROUND_B = 0x7FEB352D, 0x846CA68B - 2**32
-_BLOCK = 1 << 18
-"""Elements hashed at a time on a CPU, so that intermediate results stay in its cache."""
 
 
 def row_keys(seed: int, step: int, row_ids: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
@@ -33,38 +31,47 @@ def row_keys(seed: int, step: int, row_ids: torch.Tensor, samples: torch.Tensor)
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise [B, M] float32 for vocabulary ids [M] or [B, M] at token positions [B] of rows with `keys` [B]."""
-    return exponential(keys, positions, ids).log_().neg_()
+    return exponential(hashed(*position_keys(keys, positions), spread(ids))).log_().neg_()
 
 
-def exponential(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """E of the same: the arg max of p / E is that of log p + g, at the price of one logarithm less."""
+def position_keys(keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For token positions [B] of rows with `keys` [B]: k0 after its xor-shift and k1, both [B, 1] int32."""
     key = _fold(keys, positions)
-    low, high = _to_int32(key)[:, None], _to_int32(key >> 32)[:, None]
-    spread = (ids.to(torch.int32) * _GOLDEN_32).expand(len(keys), ids.shape[-1])
-    out = torch.empty(spread.shape, dtype=torch.float32, device=keys.device)
-    rows = block_rows(ids.shape[-1]) if keys.device.type == "cpu" else max(1, len(keys))
-    for start in range(0, len(keys), rows):
-        block = slice(start, start + rows)
-        _write_exponential(spread[block] ^ low[block], high[block], out[block])
-    return out
+    return _first_shift(_to_int32(key))[:, None], _to_int32(key >> 32)[:, None]
 
 
-def block_rows(width: int) -> int:
-    """Rows of `width` numbers that a CPU works on at a time."""
-    return max(1, _BLOCK // max(1, width))
+def spread(ids: torch.Tensor) -> torch.Tensor:
+    """What vocabulary ids bring to the hash, int32 of their shape, after the first xor-shift.
+
+    A xor-shift of a ^ b is that of a ^ that of b, so the first one is not made again for every row.
+    """
+    return _first_shift(ids.to(torch.int32) * _GOLDEN_32)
 
 
-def _write_exponential(bits: torch.Tensor, key: torch.Tensor, out: torch.Tensor) -> None:
+def hashed(low: torch.Tensor, high: torch.Tensor, spread_ids: torch.Tensor) -> torch.Tensor:
+    """The 32 bits x [B, M] (int32, to be read as unsigned) of `position_keys` [B, 1] and `spread` [M] or [B, M]."""
     # int32 arithmetic wraps; its right shift copies the sign bit, hence the masks
-    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits = spread_ids ^ low
     bits *= _ROUND_A
-    bits += key
+    bits += high
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
     bits *= _ROUND_B
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
-    out.copy_(bits.view(torch.uint32))
-    out.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-1 + 2.0**-24)
-    out.log1p_().neg_()
+    return bits
+
+
+def unsigned(bits: torch.Tensor) -> torch.Tensor:
+    """float32 of bits that are read as unsigned numbers: 2^32 * u, but for the half that is not added yet."""
+    return torch.empty(bits.shape, dtype=torch.float32, device=bits.device).copy_(bits.view(torch.uint32))
+
+
+def exponential(bits: torch.Tensor) -> torch.Tensor:
+    """E of the bits: the arg max of p / E is that of log p + g, at the price of one logarithm less."""
+    return unsigned(bits).add_(0.5).mul_(-(2.0**-32)).clamp_(min=-1 + 2.0**-24).log1p_().neg_()
+
+
+def _first_shift(x: torch.Tensor) -> torch.Tensor:
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def _fold(key: torch.Tensor, field: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarlhf.engines.generator.noise import block_rows, exponential, gumbel
+from megarlhf.engines.generator.noise import exponential, gumbel, hashed, position_keys, spread, unsigned
 from megarlhf.engines.generator.requests import Sampling
 
 NEAR = 1e-3
 _COLUMNS = 256
-"""In a block of `_two_best`."""
+"""In a block of `_best_of`."""
+_BLOCK = 1 << 18
+"""Logits that a CPU works on at a time, so that intermediate results stay in its cache."""
+_FINALISTS = 8
+"""Tokens of a row whose noise is worked out to the end on a CPU."""
 _NOTHING = -1e30
 """Score of what cannot be chosen, where -inf would not do."""
 _FIRST_CANDIDATES = 1024
@@ -90,7 +94,7 @@ def choose(
     if sampling.is_restricted:
         return _choose_restricted(allowed, logits.logsumexp(-1), keys, positions, sampling, shard)
     if sampling.is_greedy:
-        best, columns = _two_best(allowed)
+        best, columns = _best_of(allowed, 2)
         return _decide(allowed, logits.logsumexp(-1), best, columns, shard)
     return _choose_plain(logits, allowed, keys, positions, shard)
 
@@ -101,29 +105,46 @@ def _choose_plain(
     """The greatest p / E, E exponential noise: log p plus Gumbel noise in fewer passes over the vocabulary."""
     if shard.start >= shard.vocab_size:
         allowed = logits.fill_(_NOTHING)  # a softmax of nothing but -inf is not a number
-    ids = torch.arange(shard.start, shard.start + shard.width, device=logits.device)
-    rows = block_rows(shard.width) if logits.device.type == "cpu" else len(logits)
-    parts = [_race(*some, ids) for some in zip(*(x.split(rows) for x in (allowed, keys, positions)), strict=True)]
+    ids = spread(torch.arange(shard.start, shard.start + shard.width, device=logits.device))
+    rows = max(1, _BLOCK // shard.width) if logits.device.type == "cpu" else len(logits)
+    columns = (allowed, *position_keys(keys, positions))
+    parts = [_race(*some, ids) for some in zip(*(x.split(rows) for x in columns), strict=True)]
     total, best, columns = map(torch.cat, zip(*parts, strict=True))
     return _decide(allowed, total if allowed is logits else logits.logsumexp(-1), best, columns, shard)
 
 
-def _race(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor):
+def _race(logits: torch.Tensor, low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor):
     """logsumexp [B], the two best perturbed scores [B, 2] and their columns [B, 2] of a block of rows."""
     probs = logits.softmax(-1)
     total = logits.amax(-1) - probs.amax(-1).log()
-    best, columns = _two_best(probs.div_(exponential(keys, positions, ids)))
+    best, columns = _two_first(probs, hashed(low, high, ids))
     return total, best.log() + total[:, None], columns
 
 
-def _two_best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two best scores [B, 2] of [B, W] and their columns; by blocks, as sorting whole rows takes long on a CPU."""
-    if scores.shape[1] % _COLUMNS or scores.shape[1] <= 2 * _COLUMNS:
-        best = scores.topk(2, dim=-1)
+def _two_first(probs: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two greatest p / E [B, 2] of `probs` [B, W], E the exponential noise of `bits` [B, W], and their columns.
+
+    E = -log1p(-u) is more than u, so that p / u bounds p / E without a logarithm: on a CPU only those with the greatest
+    bounds get one, unless a bound that was left out exceeds the second best of them.
+    """
+    if probs.device.type == "cpu" and probs.shape[1] > _FINALISTS:
+        bounds = unsigned(bits)
+        bounds, columns = _best_of(torch.div(probs, bounds, out=bounds), _FINALISTS)
+        best = (probs.gather(1, columns) / exponential(bits.gather(1, columns))).topk(2, dim=-1)
+        if bool((best.values[:, 1] >= bounds[:, -1] * 2.0**32).all()):
+            return best.values, columns.gather(1, best.indices)
+    return _best_of(probs.div_(exponential(bits)), 2)
+
+
+def _best_of(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` best scores [B, count] of [B, W] and their columns; by blocks, as sorting whole rows takes long on a
+    CPU."""
+    if scores.shape[1] % _COLUMNS or scores.shape[1] <= count * _COLUMNS:
+        best = scores.topk(count, dim=-1)
         return best.values, best.indices
     blocks = scores.unflatten(1, (-1, _COLUMNS))
-    chosen = blocks.amax(-1).topk(2, dim=-1).indices
-    best = blocks.gather(1, chosen[..., None].expand(-1, -1, _COLUMNS)).flatten(1).topk(2, dim=-1)
+    chosen = blocks.amax(-1).topk(count, dim=-1).indices
+    best = blocks.gather(1, chosen[..., None].expand(-1, -1, _COLUMNS)).flatten(1).topk(count, dim=-1)
     return best.values, chosen.gather(1, best.indices // _COLUMNS) * _COLUMNS + best.indices % _COLUMNS
 
 

@@ -19,10 +19,11 @@ from megatron.core.transformer.mlp import MLP
 
 from megarlhf.device import labelled
 from megarlhf.models.architecture import Architecture
-from megarlhf.models.attention import Scoring
+from megarlhf.models.attention import Scoring, SelfAttention
 from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
 from megarlhf.models.moe import ExpertLayer
+from megarlhf.models.norm import RMSNorm
 from megarlhf.models.precision.emulated import states
 from megarlhf.models.precision.te import layer_precision
 
@@ -39,8 +40,9 @@ class Steps:
     """The steps of one layer on hidden states [N, 1, H]; those that sum over tensor ranks communicate."""
 
     input_norm: Map
-    heads: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Query [N, 1, heads/tp, D], key and value [N, 1, kv_groups/tp, D], before rotary embedding."""
+    heads: Map
+    """[N, kv_groups/tp, heads of a group + 2, D]: each group's queries, its key and its value, before rotary embedding;
+    the caller may write to it."""
     project: Map
     """Attention's output [N, 1, heads/tp * D] -> [N, 1, H], summed over tensor ranks."""
     mlp_norm: Map
@@ -112,7 +114,7 @@ def _module_steps(layer: torch.nn.Module, architecture: Architecture) -> Steps:
     attention = layer.self_attention
     return Steps(
         input_norm=layer.input_layernorm,
-        heads=lambda hidden: attention.get_query_key_value_tensors(hidden, None),
+        heads=_heads(attention, lambda hidden: attention.linear_qkv(hidden)[0]),
         project=lambda context: _with_bias(attention.linear_proj(context)),
         mlp_norm=layer.pre_mlp_layernorm,
         mlp=_module_experts(layer.mlp) if layer.is_moe_layer else lambda hidden: _with_bias(layer.mlp(hidden)),
@@ -120,6 +122,21 @@ def _module_steps(layer: torch.nn.Module, architecture: Architecture) -> Steps:
         rope_place=architecture.rope_place(layer.layer_number - 1),
         precision=partial(layer_precision, layer.config, layer.layer_number),
     )
+
+
+def _heads(attention: SelfAttention, linear: Map) -> Map:
+    """`Steps.heads` of what `linear` gives, in which a group's rows are next to each other already."""
+    config, size = attention.config, attention.hidden_size_per_attention_head
+    ranks, groups = attention.pg_collection.tp.size(), config.num_query_groups
+    if ranks <= groups and not config.qk_layernorm:
+        rows = config.num_attention_heads // groups + 2
+        return lambda hidden: linear(hidden).view(len(hidden), -1, rows, size)
+
+    def heads(hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part[:, 0] for part in attention.split(linear(hidden)))
+        return torch.cat([query.unflatten(1, (key.shape[1], -1)), key[:, :, None], value[:, :, None]], 2)
+
+    return heads
 
 
 def _module_experts(mlp: ExpertLayer) -> Map:
@@ -179,10 +196,10 @@ def _packed_steps(layer: torch.nn.Module, architecture: Architecture, group: dis
             return norm_mlp(_summed(gated(hidden, None), group))
 
     return Steps(
-        input_norm=layer.input_layernorm,
-        heads=lambda hidden: attention.split(qkv(hidden)),
+        input_norm=_lean_norm(layer.input_layernorm),
+        heads=_heads(attention, qkv),
         project=lambda context: norm_attention(_summed(projection(context), group)),
-        mlp_norm=layer.pre_mlp_layernorm,
+        mlp_norm=_lean_norm(layer.pre_mlp_layernorm),
         mlp=mlp,
         scoring=attention.core_attention.scoring,
         rope_place=architecture.rope_place(layer.layer_number - 1),
@@ -196,7 +213,7 @@ def _packed_gated(mlp: MLP) -> Expert:
 
     def gated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         gate, up = gate_and_up(x).chunk(2, dim=-1)
-        inner = activation(gate) * up
+        inner = activation(gate).mul_(up)
         return down(inner if weight is None else (inner * weight[:, None]).to(x.dtype))
 
     return gated
@@ -204,7 +221,27 @@ def _packed_gated(mlp: MLP) -> Expert:
 
 def _post_norms(layer: torch.nn.Module) -> tuple[Map, Map]:
     """The norms of what attention and feed-forward give."""
-    return layer.self_attention.linear_proj.post_layernorm, layer.mlp.linear_fc2.post_layernorm
+    linears = layer.self_attention.linear_proj, layer.mlp.linear_fc2
+    attention, mlp = (_lean_norm(linear.post_layernorm) for linear in linears)
+    return attention, mlp
+
+
+def _lean_norm(norm: torch.nn.Module) -> Map:
+    """`models.norm.RMSNorm` of a few rows in fewer operations than torch's, inside in float32 as there; others as they
+    are."""
+    if type(norm) is not RMSNorm:
+        return norm
+    weight, (size,) = norm.weight.detach().float(), norm.normalized_shape
+    weight, eps = 1 + weight if norm.is_zero_centered else weight, torch.tensor(norm.eps)
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = torch.addcmul(eps, length, length, value=1 / size).rsqrt_()
+        out = wide * factor if wide is x else wide.mul_(factor)
+        return out.mul_(weight).to(x.dtype)
+
+    return normed
 
 
 def _same(hidden: torch.Tensor) -> torch.Tensor:
