@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from megarlhf import __version__
 from megarlhf.commands import command_summaries
@@ -73,7 +74,7 @@ def run() -> None:
 
     Process groups have threads, which after a failure wait for a lost peer; leaving them to the interpreter's end can
     take minutes, or abort with another code though all went well. A launcher kills all ranks when the first one ends:
-    the moment before that lets settings errors be told (`_is_first_to_tell`), and told once.
+    the moment before that lets what is wrong with settings or input be told (`_is_first_to_tell`), and told once.
     """
     code = main()
     if code == BAD_INPUT and is_launched():
@@ -133,28 +134,26 @@ def _help(summaries: dict[str, str]) -> str:
 
 
 def _print_error(error: MegarlhfError) -> None:
-    """A line for each violation or bad row. Every rank finds the same settings wrong: one of each machine says it."""
-    if not isinstance(error, ConfigError):
-        text = reason(error)
-        for line in text.splitlines() if exit_code(error) == BAD_INPUT else [text]:
-            _say(line)
-    elif _is_first_to_tell():
-        for violation in error.violations:
-            print(f"megarlhf: error: {violation}", file=sys.stderr)
+    """What is wrong with settings or input, a line each, is mostly found by every rank: one of each machine says it."""
+    if exit_code(error) != BAD_INPUT:
+        _say(reason(error))
+    elif _is_first_to_tell(reason(error)):
+        for line in reason(error).split("\n"):
+            print(f"megarlhf: error: {line}", file=sys.stderr)
 
 
-def _is_first_to_tell() -> bool:
-    """No rank of this launch and machine has told its settings errors yet; from now on this one has.
+def _is_first_to_tell(text: str) -> bool:
+    """No rank of this launch and machine has told this text; from now on this one has.
 
     Whichever comes first, as the first rank may still be starting. The name of a socket belongs to one process until
     that ends, and leaves no file. True without a launcher.
     """
     if not is_launched():
         return True
-    launch = f"\0megarlhf-told-{os.environ.get('MASTER_PORT')}-{os.getppid()}"
+    digest = blake2b(f"{os.environ.get('MASTER_PORT')} {os.getppid()} {text}".encode(), digest_size=16).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(launch)
+        claim.bind(f"\0megarlhf-told-{digest}")
     except OSError as problem:
         claim.close()
         return problem.errno != errno.EADDRINUSE and local_rank() == 0

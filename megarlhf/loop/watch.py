@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from megarlhf.errors import PeerError
-from megarlhf.telemetry.status import FAILED, exit_code, reason
+from megarlhf.telemetry.status import BAD_INPUT, FAILED, exit_code, reason
 
 BEAT_S = 1.0
 SILENT_S = 20.0
@@ -47,9 +47,9 @@ class Report:
     """What happened on this rank; empty on one that was well."""
     code: int = FAILED
 
-    def line(self) -> str:
-        """For the terminal."""
-        what = f": {self.problem}" if self.problem else ""
+    def line(self, told: str) -> str:
+        """For the terminal, which has been told the text `told` before."""
+        what = ": the same" if self.problem and self.problem in told else f": {self.problem}" if self.problem else ""
         return f"  rank {self.rank} on {self.host}, in stage {self.stage} for {self.seconds:.0f} s{what}"
 
 
@@ -202,9 +202,11 @@ class Watch:
                     missing.discard(rank)
             time.sleep(0.05)
         failure = json.loads(self._store.get("failure"))
-        lines = [report.line() for report in sorted(reports, key=lambda report: report.rank)]
+        lines = [report.line(failure["problem"]) for report in sorted(reports, key=lambda report: report.rank)]
         lines += [f"  {self._describe(rank, 'does not answer')}" for rank in sorted(missing)]
-        print("\n".join([f"megarlhf: the run failed: {failure['problem']}", *lines]), file=sys.stderr, flush=True)
+        # Bad input that all ranks found alike is told by the command line, once.
+        if failure["code"] != BAD_INPUT or missing or len({report.problem for report in reports}) > 1:
+            print("\n".join([f"megarlhf: the run failed: {failure['problem']}", *lines]), file=sys.stderr, flush=True)
         self._told(failure["code"], failure["problem"])
         self._store.set("merged", "1")
         # The store may end with this rank: the others, who would take that for its death, go first.

@@ -49,11 +49,11 @@ class Launch:
             self.ranks.append(processes.Process(target=rank_process, args=arguments))
             self.ranks[-1].start()
 
-    def codes(self, num_ranks: int = 2) -> list[int | None]:
-        """Exit codes of the first ranks, once these have ended."""
-        for rank in self.ranks[:num_ranks]:
+    def codes(self) -> list[int | None]:
+        """Exit codes of the ranks, once they have ended."""
+        for rank in self.ranks:
             rank.join(PATIENCE_S)
-        found = [rank.exitcode for rank in self.ranks[:num_ranks]]
+        found = [rank.exitcode for rank in self.ranks]
         for rank in self.ranks:
             rank.kill()
         return found
@@ -80,11 +80,20 @@ def await_steps(folder: Path, is_alive, told) -> None:
 
 def test_what_one_rank_lacks_ends_all_with_one_report(processes, recipe, tmp_path):
     launch = Launch(processes, recipe, tmp_path / "run", extra=("--data.prompts", str(tmp_path / "none.jsonl")))
-    assert launch.codes(1) == [2], launch.told()  # the other one leaves it the first word, for its launcher's sake
+    assert launch.codes() == [2, 2], launch.told()
     assert re.search(r"megarlhf: error: rank 1 on \S+: data.prompts: .*none.jsonl is not there; give", launch.told())
     assert launch.told().count("none.jsonl is not there") == 1
     code, why = read_status(tmp_path / "run")
     assert code == 2 and "rank 1 on" in why
+
+
+def test_bad_rows_that_all_ranks_find_are_told_once(processes, recipe, tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "a"}\nnot json\n[1]\n')
+    launch = Launch(processes, recipe, tmp_path / "run", "--data.prompts", str(tmp_path / "odd.jsonl"))
+    assert launch.codes() == [2, 2], launch.told()
+    told = [line.partition("odd.jsonl")[2] for line in launch.told().splitlines() if "odd.jsonl" in line]
+    assert len(told) == 2 and told[0].startswith(":2: not JSON") and told[1].startswith(":3: the line is a list")
+    assert re.search(r"odd.jsonl:2: .*\n.*odd.jsonl:3", read_status(tmp_path / "run")[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
@@ -117,28 +126,26 @@ def test_a_stage_that_takes_too_long_ends_all_ranks_and_is_named(processes, reci
     assert launch.told().count("megarlhf: the run failed: ") == 1
 
 
-def first_of_two(first: list[str], second: list[str], **environment: str) -> tuple[int, str]:
-    """How rank 0 of a launch ends: exit code and standard error. Rank 1 leaves it the first word, with an `environment`
-    of its own; what it says itself is said here too."""
+def both_ends(first: list[str], second: list[str], **environment: str) -> tuple[set[int], str]:
+    """How two ranks of a launch end, the second with an `environment` of its own: exit codes and standard error."""
     common = os.environ | here() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     for rank, words in enumerate((first, second)):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment if rank else {})
         command = [sys.executable, "-m", "megarlhf", *words]
         started.append(subprocess.Popen(command, env=common | own, stderr=subprocess.PIPE, text=True))
-    told = started[0].communicate(timeout=PATIENCE_S)[1]
-    started[1].kill()
-    started[1].communicate()
-    return started[0].returncode, told
+    told = [process.communicate(timeout=PATIENCE_S)[1] for process in started]
+    return {process.returncode for process in started}, "".join(told)
 
 
 def test_a_package_that_one_rank_may_not_have_ends_all_with_one_report(recipe, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex/__init__.py").write_text("")
     command = ["grpo", str(recipe), "--run.dir", str(tmp_path / "run")]
-    code, told = first_of_two(command, command, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
-    assert code == 2 and read_status(tmp_path / "run")[0] == 2
-    assert re.search(r"^megarlhf: error: rank 1 on \S+: the package apex at \S+ is not NVIDIA's", told, re.MULTILINE)
+    codes, told = both_ends(command, command, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
+    assert codes == {2} and read_status(tmp_path / "run")[0] == 2
+    assert re.match(r"megarlhf: error: rank 1 on \S+: the package apex at \S+ is not NVIDIA's", told)
+    assert told.count("not NVIDIA's") == 1
 
 
 def test_what_one_rank_of_generate_lacks_ends_all_with_one_report(recipe, tmp_path):
@@ -147,8 +154,8 @@ def test_what_one_rank_of_generate_lacks_ends_all_with_one_report(recipe, tmp_pa
     command = ["generate", str(recipe.with_name("actor")), "--out", str(tmp_path / "out"), "--prompts"]
     wrong = {"none": r"error: rank 1 on \S+: --prompts: \S+/none does not exist", "odd": "odd:2: not JSON"}
     for name, complaint in wrong.items():
-        code, told = first_of_two([*command, str(prompts)], [*command, str(tmp_path / name)])
-        assert code == 2 and re.search(complaint, told), told
+        codes, told = both_ends([*command, str(prompts)], [*command, str(tmp_path / name)])
+        assert codes == {2} and len(re.findall(complaint, told)) == 1, told
 
 
 def test_an_interrupted_torchrun_leaves_no_rank_behind(recipe, tmp_path):
