@@ -28,8 +28,9 @@ KERNELS_PER_LAYER, KERNELS_PER_CHOICE = 30, 40
 """Launched by a decoding step for a layer, and to choose a token; counted in engines/generator."""
 ROW_BYTES = 8
 """Of a sampled token (its id and the sampler's log-prob), brought to every rank; of a score 4."""
-HOST_TOKEN_S = 0.55e-6
-"""Of a sampled token on the host of every rank: lists, records and checks of all rows; measured on one CPU core."""
+HOST_TOKEN_S = 0.27e-6
+"""Of a sampled token of any rank on the host of every rank: results, records, credit, minibatches and plans of all rows
+in a PPO step, on one CPU core; `python -m tests.benchmarks.rows`."""
 LATENCY_S = {"node": 15e-6, "network": 30e-6}
 """Of a collective over few bytes."""
 
