@@ -1,9 +1,10 @@
 """One GRPO update and one PPO update, ours and TRL's way: tokens per second on the same sequences, and peak memory.
 
     python -m tests.benchmarks.learning [--rows 8 --threads 2 --rounds 5 --json FILE]     (needs `make assets`)
+    python -m tests.benchmarks.learning --algorithms grpo --samples 8 --prompt 256 256    (one long prompt)
 
-Both sides train SmolLM2-135M in float32 on sequences of ragged length (prompts of 8 to 64 tokens, responses of 4 to
-64) with one AdamW step per update; tokens are those of the sequences, padding does not count. Before anything is timed,
+Both sides train SmolLM2-135M in float32 on sequences of ragged length (prompts of 8 to 64 tokens with 4 responses each,
+of 4 to 64) with one AdamW step per update; tokens are those of the sequences, padding does not count. Before anything is timed,
 both sides must agree on the gradient norm of the first update: they compute the same loss.
 
 GRPO's peer is TRL's GRPOTrainer: its training_step, clipping and optimizer step (without gradient checkpointing, which
@@ -29,23 +30,23 @@ Update = Callable[[], float]
 """One update; returns the gradient norm before clipping."""
 
 
-def experience(num_rows: int):
-    """Rows of random tokens in groups of 4, with what earlier stages would have filled in."""
+def experience(options: argparse.Namespace):
+    """Rows of random tokens in groups, with what earlier stages would have filled in."""
     from megarlhf.records.experience import Experience
 
-    random = torch.Generator().manual_seed(0)
+    random, num_rows, samples = torch.Generator().manual_seed(0), options.rows, options.samples
 
     def ids(low: int, high: int) -> list[int]:
         length = int(torch.randint(low, high + 1, (1,), generator=random))
         return torch.randint(100, 20000, (length,), generator=random).tolist()
 
-    prompts = [ids(8, 64) for _ in range(num_rows // 4)]
+    prompts = [ids(*options.prompt) for _ in range(num_rows // samples)]
     rows = Experience.from_completions(
-        [prompts[row // 4] for row in range(num_rows)],
+        [prompts[row // samples] for row in range(num_rows)],
         [ids(4, 64) for _ in range(num_rows)],
         None,
         row_id=range(num_rows),
-        group=[row // 4 for row in range(num_rows)],
+        group=[row // samples for row in range(num_rows)],
         finished=[True] * num_rows,
     )
     per_row = torch.randn(num_rows, generator=random)[:, None].expand(rows.mask.shape)
@@ -115,9 +116,10 @@ def _sides(algorithm: str) -> dict[str, Callable]:
 
 def compare(algorithm: str, options: argparse.Namespace) -> list[Row]:
     """Speed and memory of one update."""
-    words = ["--algorithms", algorithm, "--rows", str(options.rows), "--threads", str(options.threads)]
+    words = ["--algorithms", algorithm, "--prompt", *map(str, options.prompt)]
+    words += [f"--{name}={getattr(options, name)}" for name in ("rows", "samples", "threads")]
     memory = peaks("tests.benchmarks.learning", words, ("ours", "TRL"))
-    rows = experience(options.rows)
+    rows = experience(options)
     tokens, padded = int(rows.lengths.sum()), _padded(rows)
     updates = {name: build(rows) for name, build in _sides(algorithm).items()}
     norms = {name: update() for name, update in updates.items()}
@@ -145,6 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=["grpo", "ppo"], choices=("grpo", "ppo"))
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=4, help="rows of a prompt")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(8, 64), help="its fewest and most tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -154,7 +158,7 @@ def main() -> None:
     device.join_world()
     torch.set_num_threads(options.threads)
     if options.memory_of:
-        update = _sides(options.algorithms[0])[options.memory_of](experience(options.rows))
+        update = _sides(options.algorithms[0])[options.memory_of](experience(options))
         for _ in range(3):
             update()
         print(peak_bytes())
