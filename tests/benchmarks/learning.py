@@ -4,8 +4,9 @@
     python -m tests.benchmarks.learning --algorithms grpo --samples 8 --prompt 256 256    (one long prompt)
 
 Both sides train SmolLM2-135M in float32 on sequences of ragged length (prompts of 8 to 64 tokens with 4 responses each,
-of 4 to 64) with one AdamW step per update; tokens are those of the sequences, padding does not count. Before anything is timed,
-both sides must agree on the gradient norm of the first update: they compute the same loss.
+of 4 to 64) with one AdamW step per update; tokens are those of the sequences, padding does not count, and a prompt
+counts for each of its responses. Before anything is timed, both sides must agree on the gradient norm of the first
+update: they compute the same loss.
 
 GRPO's peer is TRL's GRPOTrainer: its training_step, clipping and optimizer step (without gradient checkpointing, which
 costs it a fifth of its speed). PPO is not in TRL any more; its peer follows the update of TRL's last PPOTrainer: the

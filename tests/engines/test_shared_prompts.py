@@ -69,9 +69,10 @@ def learner_of(world_size: int, layout: Layout, folder: str, head: str, max_toke
 
 
 def answers(rank, world_size, layout, folder, head="vocabulary", max_tokens=4096, lora=None, rows=None):
-    """(what scorers say of the rows, gradient pieces by case), all of one model."""
+    """(what scorers and a trace say of the rows, gradient pieces by case), all of one model."""
     from megarlhf.engines.learner import Objective, Part
     from megarlhf.engines.scorer import LogprobScorer, RewardModelScorer, ValueScorer
+    from megarlhf.loop.trace import trace
 
     rows = siblings() if rows is None else rows
     learner = learner_of(world_size, layout, folder, head, max_tokens, lora)
@@ -84,6 +85,7 @@ def answers(rank, world_size, layout, folder, head="vocabulary", max_tokens=4096
         scored = {"logp": found.logp_start, "entropy": found.entropy}
         objectives = {"groups": Objective(loss, 0.7, with_entropy=True, keeps_groups=True)}
         objectives["rows"] = Objective(loss, 0.7, with_entropy=True)
+    scored["trace"] = torch.tensor(list(trace(learner.model, rows, max_tokens).values()))
     gradients = {}
     for name, objective in objectives.items():
         learner.accumulate([Part(rows, objective)], complete_gradients=True)

@@ -8,6 +8,8 @@ values), F of the feed-forward. Of a layer's tensors these live until its backwa
     linear inputs   2 n H        of query/key/value and of gate/up (sequence parallelism gathers them again)
     attention       N (Q + 2K)   the fused projection, of which the values are a view
                     N (3Q + K)   rotated queries and keys, attention's output, the input of its projection
+    attention, of the C tokens of rows that share prompts
+                    2 C K        keys and values, again for each row, in place of N (Q + 3K)
                     4 N D        cosines and sines, for queries and for keys
     feed-forward    4 N F        gate and up (2 F), silu(gate), the product
 
@@ -47,6 +49,10 @@ class Load:
     """Of one optimizer step, on one data-parallel rank."""
     longest: int = 0
     """Tokens of the longest row (matters for sliding windows only)."""
+    attended: float = 0.0
+    """Tokens that a token sees, on average."""
+    copied: int = 0
+    """Tokens whose keys and values attention copies: those of all rows that share their prompts, each row's whole."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,9 @@ class _Layer:
         fused = (architecture.num_heads + 2 * architecture.num_kv_groups) * size if is_gathered else query + 2 * key
         self.residual = share * width * item
         norm = _norm(share, width, item, fused_norms)
-        attention = tokens * item * (fused + 3 * query + key + 4 * size) + 4 * tokens * heads
+        attention = tokens * item * (3 * query + 4 * size) + 4 * tokens * heads
+        projected, copied = tokens * item * (fused + key), 2 * load.copied * key * item
+        attention += projected + copied if architecture.qk_norm else max(projected, copied)
         if architecture.qk_norm:
             attention += _norm(tokens * heads, size, item, fused_norms)
             attention += 4 * tokens * groups if fused_norms else _norm(tokens * groups, size, item, fused_norms)
@@ -163,18 +171,18 @@ def _routed(model: PlannedModel, tokens: int) -> int:
 def _unfused(model: PlannedModel, load: Load, query: int, key: int) -> int:
     """What attention keeps beyond its inputs where torch has no fused kernel for it, on average over the layers.
 
-    Windows that are shorter than a row: keys and values repeated for each head. Capped scores: those, and the scores
-    before and after the cap and the softmax, once in float32.
+    Capped scores: keys and values repeated for each head, and the scores before and after the cap and the softmax, once
+    in float32.
     """
     architecture, item = model.architecture, ITEM_BYTES[model.dtype]
-    is_capped = architecture.attention_softcap is not None
+    if architecture.attention_softcap is None:
+        return 0
     windows = architecture.windows or (None,) * architecture.num_layers
-    masked = [window for window in windows if is_capped or (window is not None and load.longest > window)]
-    repeated = 2 * load.tokens * query * item if query != key else 0
+    repeated = 2 * max(load.tokens, load.copied) * query * item if query != key else 0
     heads = architecture.num_heads // model.layout.tp
-    seen = [min(load.longest, window or load.longest) for window in masked]
-    scores = sum(load.tokens * heads * reach * (2 * item + 4) for reach in seen) if is_capped else 0
-    return (len(masked) * repeated + scores) // architecture.num_layers
+    seen = [min(load.longest, window or load.longest) for window in windows]
+    scores = sum(load.tokens * heads * reach * (2 * item + 4) for reach in seen)
+    return repeated + scores // architecture.num_layers
 
 
 def _norm(rows: int, width: int, item: int, is_fused: bool) -> int:

@@ -134,7 +134,7 @@ def learn_s(model: PlannedModel, size: ModelBytes, work: Workload, machine: Mach
     load = work.update_load(model, dp)
     at_head = load.predicted / load.tokens
     again = {"none": 0.0, "selective": _feed_forward_share(model, at_head), "full": 1.0}[model.recompute]
-    flops = _flops(model, work.length, at_head) * (3 + again)
+    flops = _flops(model, 2 * load.attended, at_head) * (3 + again)
     multiplying = machine.multiply_s(flops * load.tokens / (layout.tp * layout.pp), model.dtype)
     talking = (2 + 1 + again) / 2 * _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
@@ -153,7 +153,7 @@ def score_s(model: PlannedModel, work: Workload, machine: Machine) -> Parts:
     layout = model.layout
     dp = layout.dp(machine.world_size)
     load = work.score_load(model, dp)
-    flops = _flops(model, work.length, load.predicted / load.tokens) * load.tokens / (layout.tp * layout.pp)
+    flops = _flops(model, 2 * load.attended, load.predicted / load.tokens) * load.tokens / (layout.tp * layout.pp)
     multiplying, talking = machine.multiply_s(flops, model.dtype), _tensor_s(model, load, machine)
     bubble = (layout.pp - 1) / layout.vp
     return Parts(
@@ -205,7 +205,7 @@ def _rows_s(token_bytes: float, token_s: float, work: Workload, dp: int, tp: int
     return machine.spread_s(num_tokens * token_bytes, dp, is_far) + num_tokens * token_s
 
 
-def _flops(model: PlannedModel, length: int, at_head: float) -> float:
+def _flops(model: PlannedModel, length: float, at_head: float) -> float:
     """Multiplications and additions of a token's forward pass through the whole model, in a row of `length` tokens, of
     which a share of `at_head` goes through the head."""
     architecture = model.architecture

@@ -28,6 +28,8 @@ class Workload:
     """Sequences decoded at once per data-parallel rank; 0: nothing is sampled."""
     unit: int = 1
     """Rows that stay in one micro-batch."""
+    samples: int = 1
+    """Rows of a prompt, which is computed once for those in a micro-batch."""
 
     @property
     def length(self) -> int:
@@ -52,13 +54,29 @@ class Workload:
         return self._load(model, math.ceil(self.rows / dp))
 
     def _load(self, model: PlannedModel, rows: int) -> Load:
-        unit = self.unit * self.length
-        per_batch = max(1, model.micro_batch_tokens // unit) * self.unit
+        family = self._family(model, rows)
+        unit = self.unit * (self.prompt + family * self.response)
+        per_batch = max(1, model.micro_batch_tokens // unit) * self.unit * family
         # Shorter rows fill a micro-batch better, so that it can hold as many tokens as it may.
-        tokens = max(unit, min(model.micro_batch_tokens, rows * self.length))
+        tokens = max(unit, min(model.micro_batch_tokens, math.ceil(rows / (self.unit * family)) * unit))
         tokens = math.ceil(tokens / model.layout.tp) * model.layout.tp if model.layout.sp else tokens
-        predicted = math.ceil(tokens * self.response / self.length)
-        return Load(tokens, predicted, math.ceil(rows / per_batch), self.length)
+        predicted = math.ceil(tokens * self.unit * family * self.response / unit)
+        seen = self.prompt**2 / 2 + family * self.response * (self.prompt + self.response / 2)
+        return Load(
+            tokens,
+            predicted,
+            math.ceil(rows / per_batch),
+            self.length,
+            attended=seen * self.unit / unit,
+            copied=math.ceil(predicted / self.response) * self.length if family > 1 else 0,
+        )
+
+    def _family(self, model: PlannedModel, rows: int) -> int:
+        """Rows of a prompt that are in one micro-batch and share it (`engines.pipeline.shares_prompts`)."""
+        if model.architecture.mixture is not None or model.dropout:
+            return 1
+        room = (model.micro_batch_tokens - self.prompt) // self.response
+        return max(1, min(self.samples, rows, room))
 
 
 def workload_of(settings: AnyRun) -> Workload:
@@ -70,6 +88,7 @@ def workload_of(settings: AnyRun) -> Workload:
             prompt=settings.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
             num_prompts=rollout.batch_size,
+            samples=rollout.samples_per_prompt,
             updates=algorithm.num_epochs * algorithm.num_minibatches,
             passes=algorithm.num_epochs,
             max_slots=rollout.max_slots,

@@ -7,6 +7,7 @@ from megarlhf.config.lora import LoRA
 from megarlhf.engines.pipeline import plan_rows
 from megarlhf.loop.planner.activations import Load, stage_activations
 from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.loop.planner.workload import Workload
 from megarlhf.parallel.grid import Grid
 from megarlhf.records.experience import Experience
 from megarlhf.records.spans import Spans
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-def batch(dp: int) -> Experience:
+def batch(dp: int, prompt: int, response: int, samples: int) -> Experience:
     import torch
 
     from megarlhf.algorithms.credit import ppo_credit
@@ -47,13 +48,13 @@ def batch(dp: int) -> Experience:
     from megarlhf.config.settings import PPO
 
     rows = ROWS * dp
-    ids = [[(7 * row + place) % 101 for place in range(PROMPT + RESPONSE)] for row in range(rows)]
+    ids = [[(7 * row + place) % 101 for place in range(prompt + response)] for row in range(rows)]
     found = Experience.from_completions(
-        [row[:PROMPT] for row in ids],
-        [row[PROMPT:] for row in ids],
-        [[-1.0] * RESPONSE] * rows,
+        [ids[row - row % samples][:prompt] for row in range(rows)],
+        [row[prompt:] for row in ids],
+        [[-1.0] * response] * rows,
         row_id=range(rows),
-        group=range(rows),
+        group=[row // samples for row in range(rows)],
         finished=[True] * rows,
     )
     numbers = found.logp_rollout
@@ -61,14 +62,14 @@ def batch(dp: int) -> Experience:
     return ppo_credit(found, PPO(), ppo_state(PPO()))[0]
 
 
-def kept_bytes(rank: int, world_size: int, model: PlannedModel) -> int:
+def kept_bytes(rank: int, world_size: int, model: PlannedModel, prompt=PROMPT, response=RESPONSE, samples=1) -> int:
     """The most bytes that autograd keeps on this rank during an update."""
     from tests.engines.kept import KeptBytes
     from tests.engines.test_learner import ppo_part
 
     learner = build(model, world_size)
     with KeptBytes(learner.model.named_parameters().values()) as kept:
-        learner.accumulate([ppo_part(batch(model.layout.dp(world_size)), model.head)])
+        learner.accumulate([ppo_part(batch(model.layout.dp(world_size), prompt, response, samples), model.head)])
     return kept.peak
 
 
@@ -89,3 +90,33 @@ def test_kept_bytes_are_within_fifteen_percent(case):
         stage = stage_activations(model, grid.coordinates(rank).pp, load, fused_norms=False)
         ratio = (stage.kept + stage.recomputed) / measured
         assert 1 / 1.15 <= ratio <= 1.15, f"rank {rank}: {stage} against {measured} measured"
+
+
+def test_rows_that_share_a_prompt_keep_it_once_and_its_keys_for_each():
+    from dataclasses import replace
+
+    prompt, response, samples = 60, 4, 12
+    model = replace(planned(Layout(), **BIG), micro_batch_tokens=prompt + samples * response)
+    work = Workload(ROWS, prompt, response, ROWS // samples, samples=samples)
+    load = work.update_load(model, 1)
+    assert (load.tokens, load.predicted, load.micro_batches) == (108, 48, 2)
+    assert load.copied == samples * (prompt + response)
+    seen = sum(range(prompt)) + prompt / 2 + samples * (sum(range(prompt, prompt + response)) + response / 2)
+    assert load.attended == pytest.approx(seen / load.tokens)
+    (measured,) = run_on_ranks(1, kept_bytes, model, prompt, response, samples)
+    stage = stage_activations(model, 0, load, fused_norms=False)
+    assert 1 / 1.1 <= (stage.kept + stage.recomputed) / measured <= 1.1
+    once = stage_activations(model, 0, replace(load, copied=0), fused_norms=False)
+    assert abs(stage.kept + stage.recomputed - measured) < abs(once.kept + once.recomputed - measured)
+
+
+def test_prompts_are_not_taken_to_be_shared_where_they_are_not():
+    from dataclasses import replace
+
+    work = Workload(24, 60, 8, 4, samples=6)
+    for model in (planned(Layout(), family="mixtral", **BIG), replace(planned(Layout(), **BIG), dropout=0.1)):
+        load = work.update_load(model, 1)
+        assert (load.tokens, load.copied, load.attended) == (24 * 68, 0, 34)
+    model = replace(planned(Layout(), **BIG), micro_batch_tokens=100)
+    assert work.update_load(model, 1).tokens == 100, "five responses fit beside a prompt"
+    assert work.update_load(model, 1).micro_batches == 5
