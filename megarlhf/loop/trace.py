@@ -3,6 +3,7 @@
 The first block whose size differs between two layouts is where the split is broken; all later ones only follow.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
@@ -73,10 +74,13 @@ def _adder(model: Model, batches: list[MicroBatch], total: Tensor) -> Callable:
 
 def _rows_of_tokens(packed: PackedRows) -> Tensor:
     """[N]: how many rows have each token of the stream in common; 0 for padding."""
-    rows = torch.ones(packed.input_ids.shape[1], dtype=torch.int64)
-    rows[len(rows) - packed.num_padding :] = 0
-    for start, num_tokens in packed.prefixes:
-        rows[start : start + num_tokens] += 1
+    rows = torch.zeros(packed.input_ids.shape[1], dtype=torch.int64)
+    starts = packed.cu_seqlens.tolist()
+    for last in packed.last_positions.tolist():
+        segment = bisect_right(starts, last) - 1
+        prefix, num_tokens = packed.prefixes[segment]
+        rows[starts[segment] : last + 1] += 1
+        rows[prefix : prefix + num_tokens] += 1
     return rows
 
 
