@@ -3,7 +3,7 @@
 `prepare()` comes before the first import of megatron.core, in every process that uses it.
 """
 
-from megarlhf.device.arithmetic import add_matmul_, block_bytes, linear, matmul_float32
+from megarlhf.device.arithmetic import add_matmul_, block_bytes, linear, linear_float32
 from megarlhf.device.labels import labelled
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
@@ -51,11 +51,11 @@ __all__ = [
     "join_world",
     "labelled",
     "linear",
+    "linear_float32",
     "launched_world_size",
     "leave_world",
     "meet",
     "side_store",
-    "matmul_float32",
     "memory_allocated_bytes",
     "pinned",
     "pinned_empty",

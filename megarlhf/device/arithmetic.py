@@ -6,17 +6,6 @@ _ONEDNN_PRODUCTS = 2**26
 """Multiplications from which one product by oneDNN saves a tenth of a millisecond."""
 
 
-def matmul_float32(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """[n, k] x [k, m] -> `out` [n, m] float32, accumulated in float32 whatever the inputs' precision.
-
-    A plain bfloat16 product would round each result to 8 bits: an error of 0.03 nats on a logit of 10. Not
-    differentiable for low precision on a GPU; callers are inside their own autograd functions.
-    """
-    if left.is_cuda and left.dtype != torch.float32:
-        return out.copy_(torch.mm(left, right, out_dtype=torch.float32))
-    return torch.mm(left.float(), right.float(), out=out)
-
-
 def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total [n, m] float32 += [n, k] x [k, m], in place; a product of low precision is rounded to it before it is added
     on a CPU, where torch multiplies low precision without converting only into the same."""
@@ -37,6 +26,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if _is_for_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight.detach(), bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def linear_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [n, k] times the transpose of weight [m, k] -> [n, m] float32, accumulated in float32 whatever the inputs'
+    precision. `out` is memory that may be used for the result.
+
+    A plain bfloat16 product would round each result to 8 bits: an error of 0.03 nats on a logit of 10. Not
+    differentiable; callers are inside their own autograd functions.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return product if out is None else out.copy_(product)
+    x, weight = x.float(), weight.float()
+    return linear(x, weight) if _is_for_onednn(x, weight) else torch.mm(x, weight.t(), out=out)
 
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from megarlhf import device
 
-_CHUNK_ELEMENTS = 2**20
+_ROW_ELEMENTS = 2**12
+"""Squares that are added in float32."""
 
 
 @torch.no_grad()
@@ -19,7 +20,9 @@ def gradient_norm(optimizer, group: dist.ProcessGroup) -> float:
     total = torch.zeros((), dtype=torch.float64, device=device.current())
     for part in optimizer.chained_optimizers:
         for gradient in device.gradients_for_norm(part):
-            for piece in gradient.view(-1).split(_CHUNK_ELEMENTS):
-                total += piece.float().square().sum()
+            flat = gradient.view(-1)
+            whole = flat[: len(flat) // _ROW_ELEMENTS * _ROW_ELEMENTS].view(-1, _ROW_ELEMENTS)
+            total += torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32).double().square().sum()
+            total += flat[whole.numel() :].double().square().sum()
     dist.all_reduce(total, group=group)
     return float(total.sqrt())

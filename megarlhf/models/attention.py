@@ -6,6 +6,7 @@ zero. Rotary positions come from outside, one per token, so nothing here depends
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarlhf.models.masks import Masks
+from megarlhf.models.pointwise import rotated
 from megarlhf.models.segments import PackedSegments
 from megarlhf.parallel.context import whole_stream
 from megarlhf.parallel.logprob import soft_capped
@@ -26,7 +28,28 @@ _BLOCK_ROWS = 512
 
 
 class SelfAttention(MegatronSelfAttention):
-    """megatron-core's self-attention, with the one step that reads global tensor-parallel state in 0.16.1 replaced."""
+    """megatron-core's self-attention, without what its forward pass does for inference, and with the one step that
+    reads global tensor-parallel state in 0.16.1 replaced."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSegments | None = None,
+        **_of_inference: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output [S, B, H] and bias of `linear_proj`, from hidden states [S, B, H] and angles [S, 1, 1, R].
+
+        Communicates over tp as its linears do.
+        """
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        angles = rotary_pos_emb.chunk(2, -1)[0]  # the second half is the first once more
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return self.linear_proj(context)
 
     def get_query_key_value_tensors(
         self,

@@ -7,6 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megarlhf import device
+from megarlhf.models.pointwise import rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -26,8 +27,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Of x [..., hidden_size]. Zero-centred norms are float32 inside, the factor 1 + weight too, as in Gemma."""
         if not self.is_zero_centered:
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+            return self._normed(x, self.weight)
+        return self._normed(x.float(), 1 + self.weight.float()).to(x.dtype)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.is_cuda or not torch.is_grad_enabled():  # torch's has a kernel of its own on a GPU only
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, weight, self.eps)
 
 
 class ProjectionNorm(RMSNorm):

@@ -10,6 +10,7 @@ from megarlhf.config.settings import Recompute
 from megarlhf.device.labels import Timers
 from megarlhf.device.megatron import fuses_weight_gradients
 from megarlhf.models.architecture import Architecture
+from megarlhf.models.pointwise import gelu_tanh
 from megarlhf.models.precision.linears import LOCAL, Linears
 from megarlhf.models.precision.te import config_fields
 
@@ -19,11 +20,6 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Attention itself is not worth recomputing: torch's fused kernels keep its inputs and outputs only."""
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (arXiv:1606.08415)."""
-    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}

@@ -57,9 +57,9 @@ class _Head(NamedTuple):
         shape = (num_tokens * self.tile_rows(num_tokens),)
         return torch.empty(shape, dtype=torch.float32, device=self.weight.device)
 
-    def logits(self, hidden: torch.Tensor, tile: slice, out: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> `out` [n, v] float32, capped and divided by the temperature. Local."""
-        logits = device.matmul_float32(hidden, self.weight[tile].t(), out)
+    def logits(self, hidden: torch.Tensor, tile: slice, out: torch.Tensor | None) -> torch.Tensor:
+        """[n, H] -> [n, v] float32, capped and divided by the temperature; in `out`, perhaps. Local."""
+        logits = device.linear_float32(hidden, self.weight[tile], out)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
@@ -132,7 +132,7 @@ class _FusedLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, head_options, plan, with_entropy, weight_gradient):
         head, (chunk_tokens, kept_bytes) = _head(weight, *head_options), plan
-        kept = _Kept(min(kept_bytes, 4 * len(hidden) * head.num_true), weight.device)
+        kept = _Kept(kept_bytes)
         parts = [
             _measure(head, hidden[at], targets[at], with_entropy, kept, at.start)
             for at in _chunks(len(hidden), chunk_tokens)
@@ -197,18 +197,18 @@ class _Kept:
     Each is memory of its own, as a large block would be fresh memory every time.
     """
 
-    def __init__(self, num_bytes: int, where: torch.device):
-        self._left, self._where = num_bytes // 4, where
+    def __init__(self, num_bytes: int):
+        self._left = num_bytes // 4
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
 
-    def room(self, start: int, hidden: torch.Tensor, tile: slice) -> torch.Tensor | None:
-        """Where to keep a tile's logits for the positions from `start` on, [n, v]; None where it does not fit."""
-        shape = len(hidden), tile.stop - tile.start
-        if shape[0] * shape[1] > self._left:
-            return None
-        self._left -= shape[0] * shape[1]
-        self._tiles[start, tile.start] = torch.empty(shape, dtype=torch.float32, device=self._where)
-        return self._tiles[start, tile.start]
+    def has_room(self, hidden: torch.Tensor, tile: slice) -> bool:
+        """Whether a tile's logits for these positions [n, H] can be kept."""
+        return len(hidden) * (tile.stop - tile.start) <= self._left
+
+    def keep(self, start: int, tile: slice, logits: torch.Tensor) -> None:
+        """Of the positions from `start` on, [n, v]."""
+        self._left -= logits.numel()
+        self._tiles[start, tile.start] = logits
 
     def taken(self, start: int, tile: slice) -> torch.Tensor | None:
         """What was kept, which is forgotten: a second backward pass computes all tiles again."""
@@ -237,8 +237,10 @@ def _measure(
     scratch, other = head.scratch(len(hidden)), head.scratch(len(hidden)) if with_entropy else None
     for tile in head.tiles(len(hidden)):
         spare = _block(scratch, hidden, tile)
-        room = kept.room(start, hidden, tile)
-        logits = head.logits(hidden, tile, spare if room is None else room)
+        is_kept = kept.has_room(hidden, tile)
+        logits = head.logits(hidden, tile, None if is_kept else spare)
+        if is_kept:
+            kept.keep(start, tile, logits)
         at, column = head.places(targets, tile)
         target_logit[at] = logits[at, column]
         higher = torch.maximum(maximum, logits.amax(dim=1))

@@ -73,13 +73,13 @@ class StageActivations:
         return self.kept + self.recomputed + self.boundary + self.head
 
 
-def stage_activations(model: PlannedModel, pp_rank: int, load: Load, *, fused_norms: bool = True) -> StageActivations:
-    """The stage at pipeline rank `pp_rank` in an update. `fused_norms`: as on a GPU.
+def stage_activations(model: PlannedModel, pp_rank: int, load: Load) -> StageActivations:
+    """The stage at pipeline rank `pp_rank` in an update.
 
     Context ranks are counted as if each had the whole stream: more than they hold of it, less the masks that attention
     keeps for the parts of rows.
     """
-    pieces = _Layer(model, load, fused_norms)
+    pieces = _Layer(model, load)
     layers = [len(stage_layers(model.architecture, model.layout, pp_rank, chunk)) for chunk in range(model.layout.vp)]
     per_chunk = max(layers) * pieces.kept + _once(model, load)
     is_last = pp_rank == model.layout.pp - 1
@@ -116,7 +116,7 @@ def _tile_bytes(load: Load, rows: int) -> int:
 
 def forward_bytes(model: PlannedModel, load: Load) -> int:
     """The most that a pass without gradients holds at once: a layer's feed-forward, or a tile of logits."""
-    pieces, rows = _Layer(model, load, True), padded_vocab(model.architecture, model.layout) // model.layout.tp
+    pieces, rows = _Layer(model, load), padded_vocab(model.architecture, model.layout) // model.layout.tp
     logits = 0 if model.head == "value" else FORWARD_LOGIT_COPIES * _tile_bytes(load, rows)
     return 2 * pieces.residual + max(pieces.feed_forward, logits)
 
@@ -124,7 +124,7 @@ def forward_bytes(model: PlannedModel, load: Load) -> int:
 class _Layer:
     """Bytes of one layer and micro-batch."""
 
-    def __init__(self, model: PlannedModel, load: Load, fused_norms: bool):
+    def __init__(self, model: PlannedModel, load: Load):
         architecture, layout, item = model.architecture, model.layout, ITEM_BYTES[model.dtype]
         tokens, width = load.tokens, architecture.hidden_size
         share = tokens // layout.tp if layout.sp else tokens
@@ -135,16 +135,15 @@ class _Layer:
         is_gathered = layout.tp > architecture.num_kv_groups
         fused = (architecture.num_heads + 2 * architecture.num_kv_groups) * size if is_gathered else query + 2 * key
         self.residual = share * width * item
-        norm = _norm(share, width, item, fused_norms)
-        attention = tokens * item * (3 * query + 4 * size) + 4 * tokens * heads
+        norm = _norm(share, width, item)
+        attention = tokens * item * (3 * query + size) + 4 * tokens * heads
         projected, copied = tokens * item * (fused + key), 2 * load.copied * key * item
         attention += projected + copied if architecture.qk_norm else max(projected, copied)
         if architecture.qk_norm:
-            attention += _norm(tokens * heads, size, item, fused_norms)
-            attention += 4 * tokens * groups if fused_norms else _norm(tokens * groups, size, item, fused_norms)
-            attention -= 0 if fused_norms or item < 4 else tokens * key * item  # in float32 the input is the projection
+            attention += _norm(tokens * heads, size, item)
+            attention += 4 * tokens * groups  # the keys that are normed are a view of the projection
         attention += _unfused(model, load, query, key)
-        self.feed_forward = int(4 * tokens * item * columns_at_work(architecture) / layout.tp) + _routed(model, tokens)
+        self.feed_forward = int(3 * tokens * item * columns_at_work(architecture) / layout.tp) + _routed(model, tokens)
         adapters = _adapters(model, tokens) * item
         dropout = 2 * share * width if model.dropout else 0
         norms = 2 * architecture.pre_norms + 2 * architecture.post_norms
@@ -155,17 +154,20 @@ class _Layer:
         elif model.recompute == "selective":
             self.kept, self.recomputed = everything - self.feed_forward, self.feed_forward
         else:
-            self.kept, self.recomputed = self.residual, everything
+            self.kept, self.recomputed = self.residual, everything - self.residual  # its input is kept already
 
 
 def _routed(model: PlannedModel, tokens: int) -> int:
-    """Of a layer, on average: four hidden states a token and chosen expert, sorted to the experts, as these give them,
-    sorted back, and weighted. Routing is taken to be even; megatron-core's indexes are left out."""
-    mixture = model.architecture.mixture
+    """Of a layer, on average, for each token and chosen expert: the hidden state, sorted to the experts, and what is
+    inside the feed-forward once more, weighted; for each token the router's float32 input. Routing is taken to be even;
+    megatron-core's indexes are left out."""
+    mixture, item = model.architecture.mixture, ITEM_BYTES[model.dtype]
     if mixture is None:
         return 0
-    rows = tokens // model.layout.tp * mixture.top_k * len(mixture.layers) // model.architecture.num_layers
-    return 4 * rows * model.architecture.hidden_size * ITEM_BYTES[model.dtype]
+    width, tokens = model.architecture.hidden_size, tokens // model.layout.tp
+    chosen = tokens * mixture.top_k * (width + mixture.ffn_hidden_size) * item
+    router = 4 * tokens * width if item < 4 else 0
+    return (chosen + router) * len(mixture.layers) // model.architecture.num_layers
 
 
 def _unfused(model: PlannedModel, load: Load, query: int, key: int) -> int:
@@ -185,9 +187,9 @@ def _unfused(model: PlannedModel, load: Load, query: int, key: int) -> int:
     return repeated + scores // architecture.num_layers
 
 
-def _norm(rows: int, width: int, item: int, is_fused: bool) -> int:
-    """Kept by an RMSNorm of [rows, width]: its input and a float32 number a row; unfused, two float32 tensors."""
-    return rows * width * (item if is_fused else 8) + 4 * rows
+def _norm(rows: int, width: int, item: int) -> int:
+    """Kept by an RMSNorm of [rows, width]: its input and a float32 number a row."""
+    return rows * width * item + 4 * rows
 
 
 def _once(model: PlannedModel, load: Load) -> int:

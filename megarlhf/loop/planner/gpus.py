@@ -32,8 +32,6 @@ class GPU:
     source: str
     capability: tuple[int, int] | None
     """CUDA's compute capability; None where there is no GPU."""
-    fuses_norms: bool = True
-    """torch's RMSNorm is one kernel, which keeps its input only."""
     launch_s: float = 8e-6
     """A kernel that is launched from Python, when it is too small to hide that."""
     overlaps: bool = True
@@ -63,7 +61,7 @@ GPUS = {
         GPU("b200", 180, 2250e12, 80e12, 8.0e12, 900e9, 50e9, 8, "NVIDIA HGX B200 data sheet; NDR InfiniBand", (10, 0)),
         GPU(
             "cpu", 16, 50e9, 50e9, 10e9, 2e9, 1e9, 1, "one core, rough figures; every rank a core of one machine",
-            None, fuses_norms=False, launch_s=1e-5, overlaps=False,
+            None, launch_s=1e-5, overlaps=False,
         ),
     )
 }  # fmt: skip

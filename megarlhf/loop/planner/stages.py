@@ -145,7 +145,7 @@ class Ranks:
         if stage != f"learn_{name}":
             return {"activations": forward_bytes(model, self.work.score_load(model, dp))} | copies
         load = self.work.update_load(model, dp)
-        found = stage_activations(model, places[name].pp, load, fused_norms=self.gpu.fuses_norms)
+        found = stage_activations(model, places[name].pp, load)
         return {"activations": found.total - found.head, "logits": found.head} | copies
 
     def _generating(self, places: Mapping[str, Coordinates]) -> dict[str, int]:

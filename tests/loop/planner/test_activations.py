@@ -87,7 +87,7 @@ def test_kept_bytes_are_within_fifteen_percent(case):
     found = run_on_ranks(world_size, kept_bytes, model)
     grid = Grid(model.layout, world_size)
     for rank, measured in enumerate(found):
-        stage = stage_activations(model, grid.coordinates(rank).pp, load, fused_norms=False)
+        stage = stage_activations(model, grid.coordinates(rank).pp, load)
         ratio = (stage.kept + stage.recomputed) / measured
         assert 1 / 1.15 <= ratio <= 1.15, f"rank {rank}: {stage} against {measured} measured"
 
