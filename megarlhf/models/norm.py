@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return self._normed(x.float(), 1 + self.weight.float()).to(x.dtype)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.is_cuda or not torch.is_grad_enabled():  # torch's has a kernel of its own on a GPU only
+        if not device.is_host() or not torch.is_grad_enabled():  # torch's has a kernel of its own on a GPU only
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, weight, self.eps)
 
