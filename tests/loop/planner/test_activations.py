@@ -104,9 +104,9 @@ def test_rows_that_share_a_prompt_keep_it_once_and_its_keys_for_each():
     seen = sum(range(prompt)) + prompt / 2 + samples * (sum(range(prompt, prompt + response)) + response / 2)
     assert load.attended == pytest.approx(seen / load.tokens)
     (measured,) = run_on_ranks(1, kept_bytes, model, prompt, response, samples)
-    stage = stage_activations(model, 0, load, fused_norms=False)
+    stage = stage_activations(model, 0, load)
     assert 1 / 1.1 <= (stage.kept + stage.recomputed) / measured <= 1.1
-    once = stage_activations(model, 0, replace(load, copied=0), fused_norms=False)
+    once = stage_activations(model, 0, replace(load, copied=0))
     assert abs(stage.kept + stage.recomputed - measured) < abs(once.kept + once.recomputed - measured)
 
 
