@@ -11,13 +11,17 @@ from megarlhf.models.build import Model
 
 
 class Cache:
-    """Keys (after rotary embedding) and values, [layers, 2, slots, kv_groups/tp, capacity, head_dim]."""
+    """Keys (after rotary embedding) and values, [layers, 2, slots, kv_groups/tp, capacity, head_dim].
+
+    In the model's precision; in float32 on a CPU, which attends quicker to that (attention.py).
+    """
 
     def __init__(self, model: Model, num_slots: int, capacity: int):
         """`capacity`: tokens of the longest sequence. Memory is zeroed: masked positions must still be finite."""
         groups, parameter = model.groups, next(model.chunks[0].parameters())
         shape = kv_cache_shape(model.architecture, groups.layout, groups.coordinates.pp, num_slots, capacity)
-        self.blocks = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        dtype = torch.float32 if parameter.device.type == "cpu" else parameter.dtype
+        self.blocks = torch.zeros(shape, dtype=dtype, device=parameter.device)
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +41,7 @@ class Cache:
 
     def append(self, layer: int, keys_values: torch.Tensor, places: torch.Tensor) -> None:
         """Writes a token of each active slot: `keys_values` [A, kv_groups/tp, 2, head_dim] at `places`, as above."""
-        self.blocks[layer].view(-1, self.blocks.shape[-1])[places] = keys_values
+        self.blocks[layer].view(-1, self.blocks.shape[-1])[places] = keys_values.to(self.blocks.dtype)
 
     def read(self, layer: int, num_active: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values [A, kv_groups/tp, length, head_dim] of the active slots."""
@@ -46,7 +50,7 @@ class Cache:
 
     def fill(self, slots: torch.Tensor, prompts: torch.Tensor, blocks: torch.Tensor) -> None:
         """Copies prefilled `blocks` [layers, 2, P, kv_groups/tp, L, head_dim] of prompt `prompts[i]` to `slots[i]`."""
-        self.blocks[:, :, slots, :, : blocks.shape[4]] = blocks[:, :, prompts]
+        self.blocks[:, :, slots, :, : blocks.shape[4]] = blocks[:, :, prompts].to(self.blocks.dtype)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` tokens of one slot to another."""

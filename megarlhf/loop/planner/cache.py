@@ -15,17 +15,18 @@ CHOICE_COPIES = 4
 """float32 copies of the logits while a token is chosen: as the head gives them, divided, noise, their sum."""
 
 
-def cache_bytes(model: PlannedModel, pp_rank: int, num_slots: int, capacity: int) -> int:
+def cache_bytes(model: PlannedModel, pp_rank: int, num_slots: int, capacity: int, *, on_gpu: bool) -> int:
     """The cache of one stage, of `num_slots` sequences of at most `capacity` tokens (engines/generator/cache.py)."""
     shape = kv_cache_shape(model.architecture, model.layout, pp_rank, num_slots, capacity)
-    return math.prod(shape) * ITEM_BYTES[model.dtype]
+    return math.prod(shape) * ITEM_BYTES[model.dtype if on_gpu else "float32"]
 
 
 def rollout_bytes(model: PlannedModel, pp_rank: int, work: Workload, dp: int) -> int:
     """Most that a rollout holds beside weights and cache: prefilled prompts, twice while stacked; or logits."""
     slots, rows = work.slots(dp), padded_vocab(model.architecture, model.layout) // model.layout.tp
     num_prompts = max(1, min(PREFILL_TOKENS // max(work.prompt, 1), math.ceil(work.num_prompts / dp)))
-    prefilled = 2 * cache_bytes(model, pp_rank, num_prompts, work.prompt)
+    shape = kv_cache_shape(model.architecture, model.layout, pp_rank, num_prompts, work.prompt)
+    prefilled = 2 * math.prod(shape) * ITEM_BYTES[model.dtype]
     choosing = CHOICE_COPIES * 4 * slots * rows if pp_rank == model.layout.pp - 1 else 0
     return max(prefilled, choosing)
 

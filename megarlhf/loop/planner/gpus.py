@@ -31,7 +31,7 @@ class GPU:
     gpus_per_node: int
     source: str
     capability: tuple[int, int] | None
-    """CUDA's compute capability; None where there is no GPU."""
+    """CUDA's compute capability; None for a CPU."""
     launch_s: float = 8e-6
     """A kernel that is launched from Python, when it is too small to hide that."""
     overlaps: bool = True

@@ -121,8 +121,10 @@ class Ranks:
         if "generator" in self.models:
             model, at = self.models["generator"], places["generator"]
             slots = self.work.slots(self.dp("generator"))
-            found[Tenant("generator", CACHE)] = cache_bytes(model, at.pp, slots, self.work.length)
-            packs = self.gpu.name == "cpu" and self.work.response >= 8
+            found[Tenant("generator", CACHE)] = cache_bytes(
+                model, at.pp, slots, self.work.length, on_gpu=self.gpu.capability is not None
+            )
+            packs = self.gpu.capability is None and self.work.response >= 8
             found[Tenant("generator", PACKED)] = packed_bytes(model, at) if packs else 0
         return found
 

@@ -102,4 +102,5 @@ def cached(rank: int, world_size: int, model: PlannedModel, num_slots: int, capa
 def test_cache_bytes_are_those_of_a_flight(layout, fields):
     model, grid = generator_of(layout, **fields), Grid(layout, layout.model_ranks)
     found = run_on_ranks(layout.model_ranks, cached, model, 3, 20)
-    assert found == [cache_bytes(model, grid.coordinates(rank).pp, 3, 20) for rank in range(layout.model_ranks)]
+    stages = [grid.coordinates(rank).pp for rank in range(layout.model_ranks)]
+    assert found == [cache_bytes(model, stage, 3, 20, on_gpu=False) for stage in stages]
