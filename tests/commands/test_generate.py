@@ -120,7 +120,7 @@ def test_adapters_generate_what_the_merged_model_generates(adapters, folder, pro
     texts, changed = ([row["token_ids"] for row in rows] for rows in (found, other))
     assert texts == [row["token_ids"] for row in merged] and texts != changed
     moved = tmp_path / "moved"
-    shutil.shutil.copytree(adapters / "peft", moved)
+    shutil.copytree(adapters / "peft", moved)
     config = json.loads((moved / "adapter_config.json").read_text()) | {"base_model_name_or_path": "some/where"}
     (moved / "adapter_config.json").write_text(json.dumps(config))
     settings = replace(settings, out=str(tmp_path / "again"))

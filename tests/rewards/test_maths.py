@@ -101,20 +101,20 @@ def test_answers_that_differ(left, right):
 
 
 def test_responses_that_never_come_to_the_point_cost_little():
-    start = time.perf_counter()
+    start = time.process_time()
     assert final_answer("\\boxed{" * 20_000 + "7") == "7"
     assert final_answer("the answer is" + "\n" * 20_000) is None
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
     "text", ["9^9^9^9^9", "2^(10^9)", "(" * 300 + "1" + ")" * 300, "9" * 300 + "^64", "__import__('os')", "1" * 100_000]
 )
 def test_hostile_answers_cost_nothing(text):
-    start = time.perf_counter()
+    start = time.process_time()
     assert not same_answer(text, "1")
     assert not is_right(rf"\boxed{{{text}}}", "1")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_each_row_is_checked_against_its_own_answer():

@@ -137,8 +137,10 @@ class _Layer:
         self.residual = share * width * item
         norm = _norm(share, width, item)
         attention = tokens * item * (3 * query + size) + 4 * tokens * heads
-        projected, copied = tokens * item * (fused + key), 2 * load.copied * key * item
-        attention += projected + copied if architecture.qk_norm else max(projected, copied)
+        projected, copied = tokens * item * fused, 2 * load.copied * key * item
+        # Values are a view of the projection, where they are not copied; so is what norms of heads read.
+        attention += copied if load.copied else projected + tokens * item * key
+        attention += projected if load.copied and architecture.qk_norm else 0
         if architecture.qk_norm:
             attention += _norm(tokens * heads, size, item)
             attention += 4 * tokens * groups  # the keys that are normed are a view of the projection
