@@ -151,11 +151,10 @@ def _is_first_to_tell(text: str) -> bool:
     if not is_launched():
         return True
     digest = blake2b(f"{os.environ.get('MASTER_PORT')} {os.getppid()} {text}".encode(), digest_size=16).hexdigest()
-    claim = socket.socket(socket.AF_UNIX)
     try:
+        claim = socket.socket(socket.AF_UNIX)
         claim.bind(f"\0megarlhf-told-{digest}")
     except OSError as problem:
-        claim.close()
         return problem.errno != errno.EADDRINUSE and local_rank() == 0
     claim.detach()  # stays open until this process ends
     return True

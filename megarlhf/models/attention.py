@@ -152,6 +152,8 @@ class SDPACoreAttention(torch.nn.Module):
         queries, padding = query.split(plan.query_sizes, dim=2), plan.query_sizes[-1]
         runs = zip(queries, plan.keys_of_runs(key), plan.keys_of_runs(value), strict=False)
         found = [self._attend(*run, packing.masks) for run in runs]
+        if not found:
+            return _Unseen.apply(query, key, value)
         return torch.cat(found + ([queries[-1] * 0.0] if padding else []), dim=2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
@@ -161,6 +163,20 @@ class SDPACoreAttention(torch.nn.Module):
             with get_cuda_rng_tracker().fork():
                 return causal_attention(query, key, value, self.scoring, self.dropout, masks)
         return causal_attention(query, key, value, self.scoring, 0.0, masks)
+
+
+class _Unseen(torch.autograd.Function):
+    """Zeros like the query, where a rank holds padding only: its backward pass still communicates for keys and values
+    over cp, as that of ranks with tokens does."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.shapes = key.shape, value.shape
+        return torch.zeros_like(query)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        return torch.zeros_like(slope), *(slope.new_zeros(shape) for shape in ctx.shapes)
 
 
 def causal_attention(

@@ -156,6 +156,28 @@ def test_windows_reach_back_into_a_prompt_on_another_context_rank(folders, whole
         assert_close(found, whole[model][0])
 
 
+@pytest.mark.parametrize(("layout", "prompt"), [(Layout(cp=2), 1), (Layout(cp=4), 3)], ids=str)
+def test_a_context_rank_that_holds_padding_only_takes_part(layout, prompt, folders):
+    ids = list(range(3, 3 + prompt))
+    options = {"row_id": [0, 1], "group": [0, 1], "finished": [True] * 2}
+    rows = Experience.from_completions([ids, ids], [[7], [8]], [[-1.0]] * 2, **options)
+    rows = rows.replace(target=rows.logp_rollout)
+    case = folders["grouped heads"], "vocabulary", prompt, None, rows
+    ((found, gradients),) = run_on_ranks(1, answers_of_whole_rows, Layout(), *case)
+    ranks = run_on_ranks(layout.cp, answers, layout, *case)
+    for scored, _ in ranks:
+        assert_close(scored, found)
+    for name, wanted in gradients.items():
+        found, expected = assemble([pieces[name] for _, pieces in ranks]), assemble([wanted])
+        # A token alone gives its query nothing but rounding, so that tensors have one scale.
+        assert_close({"all": joined(found)}, {"all": joined(expected)})
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All numbers, by name."""
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
 def test_adapters_get_the_same_gradients(folders):
     case = (Layout(), folders["grouped heads"], "vocabulary", 4096, LoRA(rank=3, alpha=7.0))
     (_, found), (_, wanted) = (run_on_ranks(1, run, *case)[0] for run in (answers, answers_of_whole_rows))
