@@ -13,7 +13,7 @@ from megarlhf.algorithms.groups import has_signal
 from megarlhf.algorithms.state import AlgorithmState, with_observed_kl, with_seen_scores
 from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.records import Experience
-from megarlhf.records.experience import valid_counts, valid_values
+from megarlhf.records.experience import last_valid, valid_counts, valid_values
 
 
 class Earnings(NamedTuple):
@@ -25,12 +25,6 @@ class Earnings(NamedTuple):
     """[B, T] float32: -coefficient * KL where the penalty is in the reward, else 0; 0 where masked."""
     state: AlgorithmState
     metrics: dict[str, float]
-
-
-def last_valid(mask: Tensor) -> Tensor:
-    """[B] int64: index of each row's last true position in mask [B, T]; -1 for a row without one."""
-    position = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
-    return torch.where(mask, position, -1).amax(dim=1).to(torch.int64)
 
 
 def at_last_valid(values: Tensor, mask: Tensor) -> Tensor:

@@ -45,13 +45,15 @@ def plan_rows(
     micro-batch that its neighbour does not have.
     """
     choices = [units] if units is not None else [_families(spans, max_tokens, parts) for parts in _cuts(spans, dp)]
-    shares = [_shared_out(spans, choice, dp) for choice in choices]
-    units, ranks = choices[0], shares[0]
-    if len(choices) > 1:
-        units, ranks = min(zip(choices, shares, strict=True), key=lambda pair: _heaviest(spans, *pair))
-    plan = []
-    for mine in ranks:
-        bins = pack([spans.num_tokens(units[unit]) for unit in mine], max_tokens)
+    sizes = [[spans.num_tokens(unit) for unit in choice] for choice in choices]
+    shares = [share(each, dp) for each in sizes]
+    busiest = [
+        max(sum(tokens[unit] for unit in mine) for mine in ranks) for tokens, ranks in zip(sizes, shares, strict=True)
+    ]
+    chosen = busiest.index(min(busiest))
+    units, plan = choices[chosen], []
+    for mine in shares[chosen]:
+        bins = pack([sizes[chosen][unit] for unit in mine], max_tokens)
         plan.append([[row for i in bin for row in units[mine[i]]] for bin in bins])
     longest = max(len(bins) for bins in plan)
     return [bins + [[]] * (longest - len(bins)) for bins in plan]
@@ -66,11 +68,8 @@ def _cuts(spans: Spans, dp: int) -> list[int]:
 def _families(spans: Spans, max_tokens: int, parts: int) -> list[list[int]]:
     """Rows that share a prompt, by `parts` or more equal parts of each family, of `max_tokens` at most where a row is
     not longer by itself."""
-    families: dict[int, list[int]] = {}
-    for row, family in enumerate(spans.families):
-        families.setdefault(family, []).append(row)
     units = []
-    for rows in families.values():
+    for rows in _rows_by(spans.families):
         if len(rows) == 1:
             units.append(rows)
             continue
@@ -81,22 +80,17 @@ def _families(spans: Spans, max_tokens: int, parts: int) -> list[list[int]]:
     return sorted(units)
 
 
-def _shared_out(spans: Spans, units: Sequence[Sequence[int]], dp: int) -> list[list[int]]:
-    """Numbers of the units of each data-parallel rank."""
-    return share([spans.num_tokens(unit) for unit in units], dp)
-
-
-def _heaviest(spans: Spans, units: Sequence[Sequence[int]], ranks: list[list[int]]) -> int:
-    """Tokens of the busiest rank."""
-    return max(sum(spans.num_tokens(units[unit]) for unit in mine) for mine in ranks)
+def _rows_by(keys: Sequence[int]) -> list[list[int]]:
+    """Rows of the same key, in the order in which keys first appear."""
+    found: dict[int, list[int]] = {}
+    for row, key in enumerate(keys):
+        found.setdefault(key, []).append(row)
+    return list(found.values())
 
 
 def group_units(experience: Experience) -> list[list[int]]:
     """Rows by prompt group, in the order in which groups first appear: siblings that a loss reads together."""
-    units: dict[int, list[int]] = {}
-    for row, group in enumerate(experience.group.tolist()):
-        units.setdefault(group, []).append(row)
-    return list(units.values())
+    return _rows_by(experience.group.tolist())
 
 
 def shares_prompts(model: Model) -> bool:

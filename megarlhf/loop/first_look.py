@@ -17,7 +17,7 @@ def first_look(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml"
     """Violations, a sentence each, which `preflight` tells too. `command` completes the launch that is suggested."""
     found = setting_violations(settings, world_size, command)
     found += cast_violations(settings, roles(settings))
-    found += [line for setting, path in _data_sets(settings).items() for line in _missing(setting, path)]
+    found += [line for setting, path in data_sets(settings).items() for line in _missing(setting, path)]
     return list(dict.fromkeys(found))
 
 
@@ -51,7 +51,7 @@ def _expert_violations(settings: AnyRun, role: Role, architecture: Architecture)
     return [f"{role.name}.balance_coef: {section.balance_coef}, but {role.folder} has no experts; set it to 0"]
 
 
-def _data_sets(settings: AnyRun) -> dict[str, str]:
+def data_sets(settings: AnyRun) -> dict[str, str]:
     """The paths of what the run reads, by their settings."""
     if isinstance(settings, OnlineRun):
         found = {"data.prompts": settings.data.prompts}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.runs import AnyRun, DPORun, KTORun, OfflineRun, OnlineRun, PPORun, RewardModelRun
@@ -20,6 +19,7 @@ from megarlhf.data.files import HUB
 from megarlhf.data.prompts import read_prompts
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import MegarlhfError
+from megarlhf.loop.first_look import data_sets
 from megarlhf.loop.roles import roles
 
 Reader = Callable[[Corpus, Tokenizer, str], list[Example]]
@@ -59,25 +59,25 @@ def row_violations(settings: AnyRun) -> list[str]:
     Data sets of the hub are left out: they are for the run to download.
     """
     tokenizer = Tokenizer(next(iter(roles(settings).values())).folder)
-    wanted: list[tuple[str, Callable[[], object]]] = []
-    if isinstance(settings, OnlineRun):
-        prompts = settings.data.prompts
-        wanted.append((prompts, partial(read_prompts, prompts, tokenizer, settings.data)))
-        if isinstance(settings, PPORun) and settings.pretraining.coef:
-            mixed_in = settings.pretraining
-            # It has every field of a Corpus that reading demonstrations asks for.
-            read = partial(read_demonstrations, mixed_in, tokenizer, "pretraining")  # type: ignore[arg-type]
-            wanted.append((mixed_in.path, read))
-    else:
-        wanted.append((settings.data.path, partial(reading(settings).read, settings.data, tokenizer, "data")))
-        if isinstance(settings, RewardModelRun) and settings.statistics.path and settings.statistics.max_examples:
-            wanted.append((settings.statistics.path, partial(read_measured, settings, tokenizer)))
     found: list[str] = []
-    for path, read_all in wanted:
-        if path.startswith(HUB):
+    for setting, path in data_sets(settings).items():
+        if not path or path.startswith(HUB):
             continue
         try:
-            read_all()
+            _read(setting, settings, tokenizer)
         except MegarlhfError as problem:
             found += str(problem).splitlines()
     return found
+
+
+def _read(setting: str, settings: AnyRun, tokenizer: Tokenizer) -> None:
+    """Reads the data set of one of `data_sets`. Raises what is wrong with its rows."""
+    if isinstance(settings, PPORun) and setting == "pretraining.path":
+        # It has every field of a Corpus that reading demonstrations asks for.
+        read_demonstrations(settings.pretraining, tokenizer, "pretraining")  # type: ignore[arg-type]
+    elif isinstance(settings, OnlineRun):
+        read_prompts(settings.data.prompts, tokenizer, settings.data)
+    elif isinstance(settings, RewardModelRun) and setting == "statistics.path":
+        read_measured(settings, tokenizer)
+    else:
+        reading(settings).read(settings.data, tokenizer, "data")

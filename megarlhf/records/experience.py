@@ -238,6 +238,12 @@ def valid_counts(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1))
 
 
+def last_valid(mask: Tensor) -> Tensor:
+    """[B] int64: index of each row's last true position in mask [B, T]; -1 for a row without one."""
+    position = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    return torch.where(mask, position, -1).amax(dim=1).to(torch.int64)
+
+
 def _put(target: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """`target` with `values` [N] where `mask` is true, in place."""
     target.numpy()[mask.numpy()] = values.numpy()

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-import torch
-
-from megarlhf.records.experience import Experience
+from megarlhf.records.experience import Experience, last_valid
 
 Reads = Literal["before", "rows"]
 """What is read of a row: hidden states before its valid tokens, or hidden states at any of its tokens."""
@@ -37,8 +35,7 @@ class Spans:
         """
         lengths = experience.lengths.tolist()
         if reads == "before":
-            places = torch.arange(1, experience.mask.shape[1] + 1, dtype=torch.int32)
-            lengths = torch.where(experience.mask, places, 0).amax(1).tolist()
+            lengths = (last_valid(experience.mask) + 1).tolist()
         if not shares_prompts:
             return cls.unshared(lengths)
         first: dict[tuple[int, bytes], int] = {}

@@ -24,6 +24,7 @@ from megarlhf.models.build import Model
 from megarlhf.models.lora import adapters
 from megarlhf.models.moe import ExpertLayer
 from megarlhf.models.norm import RMSNorm
+from megarlhf.models.pointwise import gated
 from megarlhf.models.precision.emulated import states
 from megarlhf.models.precision.te import layer_precision
 
@@ -190,10 +191,10 @@ def _packed_steps(layer: torch.nn.Module, architecture: Architecture, group: dis
     if layer.is_moe_layer:
         mlp = _experts(layer.mlp, [_packed_gated(expert) for expert in _mlps(layer)])
     else:
-        gated = _packed_gated(layer.mlp)
+        feed_forward = _packed_gated(layer.mlp)
 
         def mlp(hidden: torch.Tensor) -> torch.Tensor:
-            return norm_mlp(_summed(gated(hidden, None), group))
+            return norm_mlp(_summed(feed_forward(hidden, None), group))
 
     return Steps(
         input_norm=_lean_norm(layer.input_layernorm),
@@ -211,12 +212,11 @@ def _packed_gated(mlp: MLP) -> Expert:
     gate_and_up, down = _packed(mlp.linear_fc1.weight), _packed(mlp.linear_fc2.weight)
     activation = mlp.config.activation_func
 
-    def gated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        gate, up = gate_and_up(x).chunk(2, dim=-1)
-        inner = activation(gate).mul_(up)
+    def expert(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        inner = gated(gate_and_up(x), activation)
         return down(inner if weight is None else (inner * weight[:, None]).to(x.dtype))
 
-    return gated
+    return expert
 
 
 def _post_norms(layer: torch.nn.Module) -> tuple[Map, Map]:

@@ -10,12 +10,11 @@ values), F of the feed-forward. Of a layer's tensors these live until its backwa
                     N (3Q + K)   rotated queries and keys, attention's output, the input of its projection
     attention, of the C tokens of rows that share prompts
                     2 C K        keys and values, again for each row, in place of N (Q + 3K)
-                    4 N D        cosines and sines, for queries and for keys
-    feed-forward    4 N F        gate and up (2 F), silu(gate), the product
+                    N D          cosines and sines
+    feed-forward    3 N F        gate and up (2 F), the product
 
 and a few float32 numbers a token. The way of counting is that of Korthikanti et al. (arXiv:2205.05198, section 4); the
-terms are ours, because attention is fused, the feed-forward gated and dropout off. On a CPU torch does not fuse the
-norm: it keeps a float32 copy of the input and the normed input instead.
+terms are ours, because attention is fused, the feed-forward gated and dropout off.
 """
 
 from dataclasses import dataclass

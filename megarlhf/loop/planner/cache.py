@@ -2,6 +2,7 @@
 
 import math
 
+from megarlhf.config.settings import Precision
 from megarlhf.loop.planner.models import PlannedModel
 from megarlhf.loop.planner.sizes import rank_parameters
 from megarlhf.loop.planner.workload import Workload
@@ -17,16 +18,19 @@ CHOICE_COPIES = 4
 
 def cache_bytes(model: PlannedModel, pp_rank: int, num_slots: int, capacity: int, *, on_gpu: bool) -> int:
     """The cache of one stage, of `num_slots` sequences of at most `capacity` tokens (engines/generator/cache.py)."""
-    shape = kv_cache_shape(model.architecture, model.layout, pp_rank, num_slots, capacity)
-    return math.prod(shape) * ITEM_BYTES[model.dtype if on_gpu else "float32"]
+    return _kv_bytes(model, pp_rank, num_slots, capacity, model.dtype if on_gpu else "float32")
+
+
+def _kv_bytes(model: PlannedModel, pp_rank: int, num_slots: int, capacity: int, dtype: Precision) -> int:
+    """Keys and values of one stage in `dtype`."""
+    return math.prod(kv_cache_shape(model.architecture, model.layout, pp_rank, num_slots, capacity)) * ITEM_BYTES[dtype]
 
 
 def rollout_bytes(model: PlannedModel, pp_rank: int, work: Workload, dp: int) -> int:
     """Most that a rollout holds beside weights and cache: prefilled prompts, twice while stacked; or logits."""
     slots, rows = work.slots(dp), padded_vocab(model.architecture, model.layout) // model.layout.tp
     num_prompts = max(1, min(PREFILL_TOKENS // max(work.prompt, 1), math.ceil(work.num_prompts / dp)))
-    shape = kv_cache_shape(model.architecture, model.layout, pp_rank, num_prompts, work.prompt)
-    prefilled = 2 * math.prod(shape) * ITEM_BYTES[model.dtype]
+    prefilled = 2 * _kv_bytes(model, pp_rank, num_prompts, work.prompt, model.dtype)
     choosing = CHOICE_COPIES * 4 * slots * rows if pp_rank == model.layout.pp - 1 else 0
     return max(prefilled, choosing)
 

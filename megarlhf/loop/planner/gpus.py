@@ -37,6 +37,11 @@ class GPU:
     overlaps: bool = True
     """Memory is read while it multiplies and while kernels are launched; a core does one after the other."""
 
+    @property
+    def is_gpu(self) -> bool:
+        """False for the entry that stands for CPU cores."""
+        return self.capability is not None
+
 
 @dataclass(frozen=True)
 class Efficiency:

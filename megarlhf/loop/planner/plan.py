@@ -169,8 +169,8 @@ def stage_s(ranks: Ranks, stage: str, reshard: ReshardSummary | None, efficiency
         model = ranks.models.get("generator", ranks.models["actor"])
         size, dp = _largest(ranks, model.name), ranks.dp(model.name)
         stages = range(model.layout.pp)
-        slots, is_gpu = ranks.work.slots(dp), ranks.gpu.capability is not None
-        cache = max(cache_bytes(model, stage, slots, ranks.work.length, on_gpu=is_gpu) for stage in stages)
+        slots, length = ranks.work.slots(dp), ranks.work.length
+        cache = max(cache_bytes(model, stage, slots, length, on_gpu=ranks.gpu.is_gpu) for stage in stages)
         return generate_s(model, size, cache, ranks.work, machine)
     name = {"logp": "actor", "reference": "actor", "value": "critic"}.get(stage, stage.removeprefix("learn_"))
     model = ranks.models[name]

@@ -122,9 +122,9 @@ class Ranks:
             model, at = self.models["generator"], places["generator"]
             slots = self.work.slots(self.dp("generator"))
             found[Tenant("generator", CACHE)] = cache_bytes(
-                model, at.pp, slots, self.work.length, on_gpu=self.gpu.capability is not None
+                model, at.pp, slots, self.work.length, on_gpu=self.gpu.is_gpu
             )
-            packs = self.gpu.capability is None and self.work.response >= 8
+            packs = not self.gpu.is_gpu and self.work.response >= 8
             found[Tenant("generator", PACKED)] = packed_bytes(model, at) if packs else 0
         return found
 
