@@ -1,8 +1,11 @@
 """What one rank of the benchmark `parallel` does: holds learners, and times one update of each when asked."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """One update on one rank. The bytes are those written to sockets, by the kernel's count (/proc/self/io)."""
+    """One update on one rank. The bytes are those written to sockets, by the kernel's count (/proc/self/io), and to the
+    boxes through which gradients and weights pass."""
 
     seconds: float
     bytes_sent: int
@@ -58,12 +62,33 @@ def timed_update(rank: int, world_size: int, name: str) -> Timed:
     """One update: forward, backward, gradients summed, clipped and applied (collective over the world)."""
     learner, parts = _held[name]
     dist.barrier()
-    sent, start = _bytes_written(), time.perf_counter()
-    result = learner.update(parts)
-    dist.barrier()
-    seconds = time.perf_counter() - start
+    with boxed_bytes() as boxed:
+        sent, start = _bytes_written(), time.perf_counter()
+        result = learner.update(parts)
+        dist.barrier()
+        seconds = time.perf_counter() - start
     assert result.applied, "the update was skipped"
-    return Timed(seconds, _bytes_written() - sent)
+    return Timed(seconds, _bytes_written() - sent + sum(boxed))
+
+
+@contextmanager
+def boxed_bytes() -> Iterator[list[int]]:
+    """Collects how many bytes this rank writes to boxes inside the block."""
+    from megarlhf.parallel.parts import Boxes
+
+    found: list[int] = []
+    swap, share = Boxes.swap, Boxes.share
+
+    def counted_swap(self, pieces):
+        found.append(pieces[0].nbytes * (self.num_ranks - 1))
+        return swap(self, pieces)
+
+    def counted_share(self, piece):
+        found.append(piece.nbytes)
+        return share(self, piece)
+
+    with patch.object(Boxes, "swap", counted_swap), patch.object(Boxes, "share", counted_share):
+        yield found
 
 
 def sampled_rows(case: Case, vocab_size: int) -> Experience:

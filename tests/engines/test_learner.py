@@ -14,6 +14,7 @@ LAYOUTS = {
     "pp2": (2, Layout(pp=2), 4096),
     "tp2+sp": (2, Layout(tp=2, sp=True), 4096),
     "dp2": (2, Layout(), 4096),
+    "dp4": (4, Layout(), 4096),
     "pp2 dp2": (4, Layout(pp=2), 4096),
     "tp2 pp2 sp": (4, Layout(tp=2, pp=2, sp=True), 16),
     "tp4, more than key/value groups": (4, Layout(tp=4), 4096),
