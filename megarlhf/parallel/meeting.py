@@ -24,8 +24,8 @@ class Meeting:
     """A POSIX semaphore for each two ranks and direction: what a rank has written before, all see afterwards."""
 
     def __init__(self, rank: int, corners: Sequence[torch.Tensor], timeout_s: float = 600.0):
-        """`corners` [num_bytes(ranks)] uint8 are shared, by rank; all begin on a cache line. The group's ranks meet in
-        another way between this and the first `wait`."""
+        """`corners` [num_bytes(ranks)] uint8 are shared, by rank. The ranks meet in another way between this and
+        their first `wait`."""
         self.rank, self.timeout_s = rank, timeout_s
         self._corners = corners
         self._others = [other for other in range(len(corners)) if other != rank]

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megarlhf import device
 from megarlhf.parallel.meeting import Meeting
 from megarlhf.parallel.shared_memory import open_boxes
 
@@ -119,6 +120,7 @@ class Messages:
         return self.swap([piece] * self.num_ranks)
 
 
+@device.labelled("communicate")
 @torch.no_grad()
 def sum_parts(buffer: torch.Tensor, post: Post) -> None:
     """Rank r's part r of `buffer` [num_ranks * m] becomes the sum of all ranks' parts r; its other parts stay.
@@ -136,6 +138,7 @@ def sum_parts(buffer: torch.Tensor, post: Post) -> None:
         torch.add(reduce(torch.add, terms, wide), last, out=pieces[post.rank])
 
 
+@device.labelled("communicate")
 @torch.no_grad()
 def gather_parts(buffer: torch.Tensor, post: Post) -> None:
     """Part r of `buffer` [num_ranks * m] becomes what it is on rank r. Collective over the post's group."""

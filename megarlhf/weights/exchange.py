@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarlhf import device
 from megarlhf.models.build import Model
 from megarlhf.models.lora import base_parameters, merged_parameters
+from megarlhf.parallel.meeting import Meeting
 from megarlhf.parallel.shared_memory import open_boxes
 from megarlhf.weights.boxes import num_elements, slices
 from megarlhf.weights.checksum import require_equal_weights
@@ -69,9 +70,12 @@ class Resharder:
         self._boxes = None
         if shares_memory and device.is_host() and self.group.size() > 1:
             # Two halves in turn: while one is read the next bucket is written.
-            half = aligned(min(bucket_bytes, 2 * SHARED_BUCKET_BYTES) // 2)
-            self._boxes = open_boxes(self.group, 2 * half)
-            bucket_bytes = half if self._boxes else bucket_bytes
+            half, size = aligned(min(bucket_bytes, 2 * SHARED_BUCKET_BYTES) // 2), self.group.size()
+            boxes = open_boxes(self.group, 2 * half + Meeting.num_bytes(size))
+            if boxes is not None:
+                bucket_bytes = half
+                self._boxes = [box[: 2 * half] for box in boxes]
+                self._meeting = Meeting(self.rank, [box[2 * half :] for box in boxes])
         self.plan = reshard_plan(
             source.architecture,
             source.head,
@@ -97,7 +101,7 @@ class Resharder:
         if self._boxes is None:
             peak = exchange(self.plan, tensors, parameters, self.group, self.device, self._letter_bytes)
         else:
-            peak = exchange_shared(self.plan, tensors, parameters, self.group, self._boxes)
+            peak = exchange_shared(self.plan, tensors, parameters, self.group, self._boxes, self._meeting)
         self.target.weights_changed()
         if is_checked:
             require_equal_weights(self.source, self.target, self.group, tensors=tensors)
@@ -140,15 +144,17 @@ def exchange_shared(
     target: Mapping[Key, torch.Tensor],
     group: dist.ProcessGroup,
     boxes: Sequence[torch.Tensor],
+    meeting: Meeting,
 ) -> int:
     """`exchange` through the ranks' boxes in shared memory, each as large as two buckets of the plan, or larger.
 
-    A rank packs its part of a bucket into one half of its box; once all have, each unpacks what is meant for it, and
-    packs the next bucket into the other half. Returns the bytes of its own box that this rank used, and of others' that
-    it read, at once.
+    A rank packs its part of a bucket into one half of its box; once all have come to the `meeting`, each unpacks what
+    is meant for it, and packs the next bucket into the other half. Returns the bytes of its own box that this rank
+    used, and of others' that it read, at once.
     """
     rank, half, peak, held = dist.get_rank(group), len(boxes[0]) // 2, 0, [0, 0]
     _copy_held(plan, rank, source, target)
+    dist.barrier(group)  # the longest wait, which a meeting would spend awake
     for number, bucket in enumerate(plan.buckets):
         start, held[number % 2] = half * (number % 2), 0
         places = [
@@ -159,12 +165,12 @@ def exchange_shared(
             if message.source_rank == rank:
                 _pack(message, source, boxes[rank][start + place :])
         # Who is here has also unpacked the bucket before, so that its half may be written again.
-        dist.barrier(group)
+        meeting.wait()
         for message, place in places:
             if message.target_rank == rank:
                 _unpack(message, boxes[message.source_rank][start + place :], target)
         peak = max(peak, sum(held))
-    dist.barrier(group)
+    meeting.wait()
     return peak
 
 
