@@ -13,10 +13,11 @@ from megarlhf.algorithms import credit, losses, preferences, reward_model, state
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config import algorithms as config
 from megarlhf.records import Denominators, Experience, Metric, Prediction, TokenBatch
+from megarlhf.records.shards import WHOLE, Shard
 
 Settings = Any
 """An instance of `Algorithm.settings`: every function of one algorithm takes its own class."""
-Credit = Callable[[Experience, Settings, AlgorithmState], tuple[Experience, AlgorithmState, dict[str, float]]]
+Credit = Callable[[Experience, Settings, AlgorithmState, Shard], tuple[Experience, AlgorithmState, dict[str, float]]]
 Loss = Callable[[Prediction, TokenBatch, Settings, Denominators], tuple[Tensor, dict[str, Metric]]]
 
 
@@ -24,7 +25,11 @@ def _never(settings: Settings) -> bool:
     return False
 
 
-def _as_it_is(minibatch: Experience, settings: Settings) -> Experience:
+def _as_it_is(batch: Experience, settings: Settings) -> Experience:
+    return batch
+
+
+def _minibatch_as_it_is(minibatch: Experience, settings: Settings, shard: Shard = WHOLE) -> Experience:
     return minibatch
 
 
@@ -49,13 +54,14 @@ class Algorithm:
     initial_state: Callable[[Settings], AlgorithmState]
     """What it remembers before the first step."""
     credit: Credit | None
-    """(experience, settings, state) -> (experience with advantages and targets, state after it, metrics)."""
+    """(experience, settings, state, which shard of the batch it is) -> (experience with advantages and targets, state
+    after it, metrics)."""
     actor_loss: Loss | None
     """(prediction, tokens, settings, denominators) -> (loss, metrics), for a model with a vocabulary head."""
     critic_loss: Loss | None
     """The same for a model with a value head; None: there is no such model."""
-    prepare_minibatch: Callable[[Experience, Settings], Experience] = _as_it_is
-    """(global minibatch, settings) -> the minibatch that the losses read."""
+    prepare_minibatch: Callable[[Experience, Settings, Shard], Experience] = _minibatch_as_it_is
+    """(global minibatch, or a shard of it, settings, which shard) -> the minibatch that the losses read."""
     before_scoring: Callable[[Experience, Settings], Experience] = _as_it_is
     """(new batch, settings) -> the rows that the scorers see; credit may drop those it added."""
     after_step: Callable[[AlgorithmState, Settings, Mapping[str, float]], AlgorithmState] = _as_before

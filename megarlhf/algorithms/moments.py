@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.records.experience import scatter_flat, valid_values
+from megarlhf.records.shards import WHOLE, Shard
 
 _VARIANCE_EPSILON = 1e-8
 
@@ -21,12 +22,27 @@ class Moments(NamedTuple):
     variance: float
 
 
-def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Moments of values [B, T] where mask [B, T], summed in float64. The variance of fewer than two is 0."""
-    valid = valid_values(values, mask).to(torch.float64)
-    if not len(valid):
-        return Moments(0.0, 0.0)
-    return Moments(float(valid.mean()), float(valid.var(unbiased=True)) if len(valid) > 1 else 0.0)
+@dataclass(frozen=True)
+class Spread:
+    """Of some values: how many, their mean, and the sum of their squared distances to it."""
+
+    count: float
+    mean: float
+    squares: float
+
+
+def spread(values: Tensor, shard: Shard = WHOLE) -> Spread:
+    """Of `values` (any shape and dtype) of all shards, in float64. Collective over the shards, in two rounds."""
+    wide = values.to(torch.float64)
+    count, total = shard.sum(torch.stack([torch.tensor(float(wide.numel())), wide.sum()])).tolist()
+    mean = total / count if count else 0.0
+    return Spread(count, mean, float(shard.sum((wide - mean).square_().sum())))
+
+
+def moments(values: Tensor, mask: Tensor, shard: Shard = WHOLE) -> Moments:
+    """Moments of values [B, T] where mask [B, T], over all shards. The variance of fewer than two is 0."""
+    over = spread(valid_values(values, mask), shard)
+    return Moments(over.mean, over.squares / (over.count - 1) if over.count > 1 else 0.0)
 
 
 def standardise(values: Tensor, mask: Tensor, over: Moments, *, keep_mean: bool = False) -> Tensor:
@@ -39,9 +55,9 @@ def standardise(values: Tensor, mask: Tensor, over: Moments, *, keep_mean: bool 
     return scatter_flat(valid, mask)
 
 
-def whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
-    """`standardise` by the values' own moments."""
-    return standardise(values, mask, moments(values, mask), keep_mean=keep_mean)
+def whiten(values: Tensor, mask: Tensor, shard: Shard = WHOLE, *, keep_mean: bool = False) -> Tensor:
+    """`standardise` by the moments of the values of all shards."""
+    return standardise(values, mask, moments(values, mask, shard), keep_mean=keep_mean)
 
 
 @dataclass(frozen=True)
@@ -53,17 +69,16 @@ class RunningMoments:
     squares: float = 0.0
     """Sum of the squared distances to the mean."""
 
-    def seen(self, values: Tensor) -> "RunningMoments":
-        """The moments with `values` (of any shape and dtype) among them."""
-        if not values.numel():
+    def seen(self, values: Tensor, shard: Shard = WHOLE) -> "RunningMoments":
+        """The moments with `values` (of any shape and dtype) of all shards among them."""
+        batch = spread(values, shard)
+        if not batch.count:
             return self
-        batch = values.to(torch.float64)
-        number, mean = float(batch.numel()), float(batch.mean())
-        squares, total, distance = float((batch - mean).square().sum()), self.count + number, mean - self.mean
+        total, distance = self.count + batch.count, batch.mean - self.mean
         return RunningMoments(
             count=total,
-            mean=self.mean + distance * number / total,
-            squares=self.squares + squares + distance**2 * self.count * number / total,
+            mean=self.mean + distance * batch.count / total,
+            squares=self.squares + batch.squares + distance**2 * self.count * batch.count / total,
         )
 
     @property

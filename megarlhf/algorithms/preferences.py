@@ -5,11 +5,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarlhf.algorithms.means import checked, loss_mean, mean, row_counts, row_means, row_sums, share
+from megarlhf.algorithms.moments import spread
 from megarlhf.algorithms.pairs import pairs
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.algorithms import DPO, KTO, SFT
 from megarlhf.records import Denominators, Experience, Metric, Prediction, TokenBatch
 from megarlhf.records.experience import PAD
+from megarlhf.records.shards import WHOLE, Shard
 
 LossAndMetrics = tuple[Tensor, dict[str, Metric]]
 
@@ -136,7 +138,7 @@ def with_mismatched(batch: Experience, settings: KTO) -> Experience:
 
 
 def kto_credit(
-    experience: Experience, settings: KTO, state: AlgorithmState
+    experience: Experience, settings: KTO, state: AlgorithmState, shard: Shard = WHOLE
 ) -> tuple[Experience, AlgorithmState, dict[str, float]]:
     """Drop the mismatched rows and fill margin with the reference point z0 = max(0, mean log p / p_ref of them).
 
@@ -145,11 +147,11 @@ def kto_credit(
     """
     experience.require(["preference", "logp_reference"])
     mismatched = experience.preference.isnan() & experience.mask.any(dim=1)
-    reference_point = 0.0
+    log_ratio = torch.zeros(len(mismatched))
     if bool(mismatched.any()):
         experience.require(["logp_start"])
         log_ratio = torch.where(experience.mask, experience.logp_start - experience.logp_reference, 0.0).sum(dim=1)
-        reference_point = max(0.0, float(log_ratio[mismatched].mean()))
+    reference_point = max(0.0, spread(log_ratio[mismatched], shard).mean)
     judged = experience.select((~experience.preference.isnan()).nonzero()[:, 0])
     margin = torch.full((judged.num_rows,), reference_point)
     return judged.replace(margin=margin), state, {"objective/kl": reference_point}

@@ -3,6 +3,7 @@
 All functions take padded [B, T] tensors with a mask on either side, and never read a masked position.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from megarlhf.algorithms.state import AlgorithmState, with_observed_kl, with_see
 from megarlhf.config.algorithms import PolicyGradient
 from megarlhf.records import Experience
 from megarlhf.records.experience import last_valid, valid_counts, valid_values
+from megarlhf.records.shards import WHOLE, Shard
 
 
 class Earnings(NamedTuple):
@@ -68,8 +70,10 @@ def token_rewards(penalty: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
     return paid
 
 
-def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmState) -> Earnings:
+def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmState, shard: Shard = WHOLE) -> Earnings:
     """Shaped rewards and KL penalties under `state`, which then takes in this batch's scores and KL.
+
+    The batch may be a shard of the step's: state and metrics are of all of it. Collective over the shards.
 
     objective/kl_coef           the coefficient that this step used
     objective/kl                mean over sequences of the summed KL, nats, by the estimator of the settings
@@ -87,35 +91,37 @@ def earnings(experience: Experience, settings: PolicyGradient, state: AlgorithmS
     mask, coefficient = experience.mask, state.kl.coefficient
     lengths = valid_counts(mask)
     sampled = lengths > 0
-    score, state = normalised_scores(experience.score, sampled, settings, state)
+    score, state = normalised_scores(experience.score, sampled, settings, state, shard)
     reward = shaped_reward(score, experience.finished, lengths, settings)
     kl = _kl(experience, settings)
     penalty = -coefficient * kl if settings.kl_in == "reward" else torch.zeros_like(kl)
+    counted = (torch.ones(len(mask)), sampled, experience.score, experience.finished)
+    num_rows, num_sampled, scores, num_finished = shard.sum(_sums(counted)).tolist()
     metrics = {
         "objective/kl_coef": coefficient,
-        "objective/scores": float(experience.score.to(torch.float32).mean()),
-        "val/num_eos_tokens": float(experience.finished.sum()),
+        "objective/scores": scores / num_rows,
+        "val/num_eos_tokens": num_finished,
     }
     if settings.normalise_scores != "none":
         metrics["objective/score_deviation"] = state.scores.deviation
-    if bool(sampled.any()):
-        metrics |= _metrics(experience, kl, penalty, reward)
+    if num_sampled:
+        metrics |= _metrics(experience, kl, penalty, reward, shard)
     if "objective/kl" in metrics:
-        state = with_observed_kl(state, metrics["objective/kl"], experience.num_rows)
+        state = with_observed_kl(state, metrics["objective/kl"], int(num_rows))
     return Earnings(reward, penalty, state, metrics)
 
 
 def normalised_scores(
-    score: Tensor, sampled: Tensor, settings: PolicyGradient, state: AlgorithmState
+    score: Tensor, sampled: Tensor, settings: PolicyGradient, state: AlgorithmState, shard: Shard = WHOLE
 ) -> tuple[Tensor, AlgorithmState]:
-    """Scores [B] float32 by the moments of all scores of the run, this batch's sampled rows [B] included.
+    """Scores [B] float32 by the moments of all scores of the run, the sampled rows [B] of this batch's shards included.
 
     "scale": score / deviation; "standardise": (score - mean) / deviation. A deviation of 0 divides by 1.
     """
     score = score.to(torch.float32)
     if settings.normalise_scores == "none":
         return score, state
-    state = with_seen_scores(state, score[sampled])
+    state = with_seen_scores(state, score[sampled], shard)
     mean = state.scores.mean if settings.normalise_scores == "standardise" else 0.0
     return ((score.to(torch.float64) - mean) / state.scores.deviation).to(torch.float32), state
 
@@ -127,28 +133,31 @@ def _kl(experience: Experience, settings: PolicyGradient) -> Tensor:
     return torch.where(experience.mask, kl, 0.0)
 
 
-def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor) -> dict[str, float]:
+def _metrics(experience: Experience, kl: Tensor, penalty: Tensor, reward: Tensor, shard: Shard) -> dict[str, float]:
     mask, lengths = experience.mask, valid_counts(experience.mask)
     sampled = lengths > 0
-    mean_penalty = float(penalty.sum(dim=1)[sampled].mean())
-    metrics = {
-        "objective/rlhf_reward": float(reward[sampled].mean()) + mean_penalty,
-        "rollout/length_avg": float(lengths[sampled].float().mean()),
-    }
+    parts = (sampled, reward, lengths, penalty.sum(dim=1), kl.sum(dim=1))
+    count, *sums = shard.sum(_sums(part[sampled] for part in parts)).tolist()
+    mean_reward, mean_length, mean_penalty, mean_kl = (part / count for part in sums)
+    metrics = {"objective/rlhf_reward": mean_reward + mean_penalty, "rollout/length_avg": mean_length}
     if experience.logp_start is not None:
-        gap = valid_values(experience.logp_rollout - experience.logp_start, mask).abs().max()
-        metrics["rollout/logp_gap_max"] = float(gap)
+        gap = valid_values(experience.logp_rollout - experience.logp_start, mask).abs()
+        metrics["rollout/logp_gap_max"] = float(shard.largest(torch.cat([torch.zeros(1), gap]).amax()))
     if experience.logp_reference is not None:
-        metrics["objective/kl"] = float(kl.sum(dim=1)[sampled].mean())
+        metrics["objective/kl"] = mean_kl
         metrics["objective/non_score_reward"] = mean_penalty
-    return metrics | _signal(reward, experience.group, sampled)
+    return metrics | _signal(reward, experience.group, sampled, shard)
 
 
-def _signal(reward: Tensor, group: Tensor, sampled: Tensor) -> dict[str, float]:
+def _signal(reward: Tensor, group: Tensor, sampled: Tensor, shard: Shard) -> dict[str, float]:
     groups, index, sizes = group[sampled].unique(return_inverse=True, return_counts=True)
     informative = torch.zeros(len(groups), dtype=torch.bool)
     informative[index] = has_signal(reward[sampled], group[sampled], torch.ones_like(index, dtype=torch.bool))
     several = sizes > 1
-    if not bool(several.any()):
-        return {}
-    return {"objective/groups_without_signal": float((~informative[several]).float().mean())}
+    count, idle = shard.sum(torch.stack([several.sum(), (several & ~informative).sum()])).tolist()
+    return {"objective/groups_without_signal": idle / count} if count else {}
+
+
+def _sums(values: Iterable[Tensor]) -> Tensor:
+    """The sum of each, in float64."""
+    return torch.stack([one.double().sum() for one in values])

@@ -8,6 +8,7 @@ from torch import Tensor
 from megarlhf.algorithms.kl_control import FixedKL, KLController, kl_controller
 from megarlhf.algorithms.moments import RunningMoments
 from megarlhf.config.algorithms import PPO, PolicyGradient
+from megarlhf.records.shards import WHOLE, Shard
 
 _PENALTY_BAND, _PENALTY_FACTOR = 1.5, 2.0
 
@@ -72,9 +73,9 @@ def with_observed_kl(state: AlgorithmState, kl: float, num_episodes: int) -> Alg
     return replace(state, kl=state.kl.update(kl, num_episodes))
 
 
-def with_seen_scores(state: AlgorithmState, scores: Tensor) -> AlgorithmState:
-    """The state after a batch with these scores."""
-    return replace(state, scores=state.scores.seen(scores))
+def with_seen_scores(state: AlgorithmState, scores: Tensor, shard: Shard = WHOLE) -> AlgorithmState:
+    """The state after a batch with these scores, and those of the other shards."""
+    return replace(state, scores=state.scores.seen(scores, shard))
 
 
 def after_ppo_step(state: AlgorithmState, settings: PPO, metrics: Mapping[str, float]) -> AlgorithmState:

@@ -67,6 +67,7 @@ RANGES = {
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.top_p": PROBABILITY,
     "rollout.max_slots": AT_LEAST_ONE,
+    "rollout.shards": AT_LEAST_ONE,
     "rollout.extra_rounds": NOT_NEGATIVE,
     "rollout.max_logp_gap": NOT_NEGATIVE,
     "actor.average_decay": DECAY,
@@ -301,11 +302,33 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
         )
     rows = rollout.batch_size * rollout.samples_per_prompt
     yield from horizon_violations(settings.algorithm, rows)
+    if rollout.shards > 1:
+        yield from _shards(settings)
     if rows < settings.algorithm.num_minibatches:
         yield (
             f"algorithm.num_minibatches: {settings.algorithm.num_minibatches} minibatches cannot be made of {rows} "
             f"rows (rollout.batch_size {rollout.batch_size} * samples_per_prompt {rollout.samples_per_prompt}); "
             f"choose {rows} or less"
+        )
+
+
+def _shards(settings: OnlineRun) -> Iterator[str]:
+    rollout, num_minibatches = settings.rollout, settings.algorithm.num_minibatches
+    if rollout.extra_rounds:
+        yield (
+            f"rollout.shards: {rollout.shards} with rollout.extra_rounds {rollout.extra_rounds}: which groups fill a "
+            "batch is decided over all of it; choose shards 1, or extra_rounds 0"
+        )
+    if rollout.batch_size % rollout.shards:
+        yield (
+            f"rollout.shards: {rollout.shards} parts of equal size cannot be made of rollout.batch_size "
+            f"{rollout.batch_size}; choose a divisor of it"
+        )
+    elif (rows := rollout.batch_size // rollout.shards * rollout.samples_per_prompt) % num_minibatches:
+        yield (
+            f"rollout.shards: a part of {rows} rows (rollout.batch_size {rollout.batch_size} * samples_per_prompt "
+            f"{rollout.samples_per_prompt} / {rollout.shards}) cannot be cut into algorithm.num_minibatches "
+            f"{num_minibatches} of equal size; choose fewer shards, or a larger batch"
         )
 
 

@@ -212,6 +212,11 @@ class Rollout:
     """Largest difference, in nats, that a sampled token's log-prob may have between sampler and trainer; 0: any."""
     on_logp_gap: Literal["warn", "stop"] = "warn"
     """What to do when a step exceeds it."""
+    shards: int = 1
+    """Parts of equal size that a step's batch is made of: as many as there are, and the copies of the models allow, are
+    each kept by ranks of their own, which sample, score and credit its prompts and hold no other rows. What a rank does
+    for rows then stays as it is when the batch grows with the ranks. Minibatches take as much from every part, so that
+    results depend on the number of parts, not on who keeps them."""
     extra_rounds: int = 0
     """Dynamic sampling (DAPO): how many times more prompts are drawn in a step, in place of those whose responses all
     got the same score; 0: off."""

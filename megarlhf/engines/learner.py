@@ -56,7 +56,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows (the same on every rank) and what they are trained on."""
+    """Rows (the same on every rank, or on those of a shard of the minibatch) and what they are trained on."""
 
     experience: Experience
     objective: Objective
@@ -186,7 +186,8 @@ class Learner:
             self._optimizer.zero_grad()
         self._losses.clear()
         if self.model.tally:
-            self.model.tally.start(sum(part.experience.num_rows for part in parts))
+            num_rows = sum(part.experience.num_rows for part in parts)
+            self.model.tally.start(int(self.model.groups.shard.sum(torch.tensor(num_rows))))
         batches = [batch for number, part in enumerate(parts) for batch in self._micro_batches(part, number)]
         outputs = run_pass(
             self.model, self._chunks, batches, self._head(parts), train=True, complete_gradients=complete_gradients
@@ -206,7 +207,7 @@ class Learner:
         return [replace(batch, part=number) for batch in batches]
 
     def _head(self, parts: Sequence[Part]):
-        denominators = [Denominators.of(part.experience) for part in parts]
+        denominators = [Denominators.of(part.experience, self.model.groups.shard) for part in parts]
 
         def head(hidden: torch.Tensor, batch: MicroBatch):
             part = parts[batch.part]

@@ -112,20 +112,23 @@ def micro_batches(
     keeps_groups: bool = False,
     reads: Reads = "rows",
 ) -> list[MicroBatch]:
-    """This rank's share of `experience`, packed to at most `max_tokens` tokens each, and padding where ranks need equal
-    shares of a stream, or linears a multiple of tokens.
+    """This rank's share of `experience`, which all ranks of its shard hold, packed to at most `max_tokens` tokens each,
+    and padding where ranks need equal shares of a stream, or linears a multiple of tokens.
 
     A prompt that several rows of a micro-batch begin with is computed once (`shares_prompts`), and no token that comes
     after the last that is read. With `keeps_groups` the siblings of a prompt are in one micro-batch, which may then be
-    larger.
+    larger. Collective over the shards, which take as many micro-batches each.
     """
     groups, layout = model.groups, model.groups.layout
+    rows = groups.rows
     units = group_units(experience) if keeps_groups else None
     # Routers of experts count whole rows.
     spans = Spans.of(experience, "rows" if model.tally else reads, shares_prompts=shares_prompts(model))
-    plan = plan_rows(spans, layout.dp(groups.world_size), max_tokens, units)
+    plan = plan_rows(spans, rows.size(), max_tokens, units)
     multiple = stream_multiple(layout) * model.token_multiple
-    mine = plan[groups.coordinates.dp]
+    mine = plan[rows.rank()]
+    if groups.shard.count > 1:
+        mine = mine + [[]] * (int(groups.shard.largest(torch.tensor(len(mine)))) - len(mine))
     if layout.vp > 1:  # the interleaved schedule takes them by pp
         mine = mine + [[]] * (-len(mine) % layout.pp)
     packed = [pack_rows(experience, rows, multiple, spans) if rows else _filler(multiple) for rows in mine]

@@ -1,6 +1,7 @@
 """Forward-only passes that fill fields of an Experience: log-probs, values, or a reward model's scores.
 
-Each data-parallel rank scores its share of the rows; results travel to every rank and land in input order.
+Each data-parallel rank scores its share of the rows; results travel to every rank that holds them and land in input
+order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ def score_rows(
         rows = [row for batch in batches for row in batch.rows]
         parts = [values.float() for batch, values in zip(batches, outputs, strict=True) if batch.rows]
         mine = torch.cat([flat[:0], *parts])
-        flat.copy_(gather_rows(rows, [counts[row] for row in rows], mine, experience.num_rows, groups.dp)[0])
+        flat.copy_(gather_rows(rows, [counts[row] for row in rows], mine, experience.num_rows, groups.rows)[0])
     return _from_one_rank(flat, groups).cpu()
 
 

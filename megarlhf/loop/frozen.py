@@ -28,6 +28,7 @@ from megarlhf.parallel.groups import build_groups
 from megarlhf.records.experience import Experience, scatter_rows
 from megarlhf.records.prompts import siblings
 from megarlhf.records.seeds import derive_seed
+from megarlhf.records.shards import WHOLE
 from megarlhf.weights.load import load_weights
 
 _OLDER_NATS, _REFERENCE_NATS = 0.05, 0.2
@@ -50,8 +51,8 @@ def frozen_batch(settings: AnyRun, algorithm: Algorithm, role: Role, options: Ve
         batch = algorithm.before_scoring(corpus_experience(examples, how.mask), settings.algorithm)
     batch = _with_noise(batch, settings, model)
     if algorithm.credit is not None:
-        batch, _, _ = algorithm.credit(batch, settings.algorithm, algorithm.initial_state(settings.algorithm))
-    return algorithm.prepare_minibatch(batch, settings.algorithm)
+        batch, _, _ = algorithm.credit(batch, settings.algorithm, algorithm.initial_state(settings.algorithm), WHOLE)
+    return algorithm.prepare_minibatch(batch, settings.algorithm, WHOLE)
 
 
 def temperature_of(settings: AnyRun) -> float:

@@ -13,6 +13,7 @@ from megarlhf.data.corpus import read_demonstrations
 from megarlhf.data.order import PromptOrder
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.engines.learner import Objective, Part
+from megarlhf.records.shards import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,16 @@ class PretrainingMix:
 
     batches: CorpusBatches
     objective: Objective
+    shard: Shard = WHOLE
+    """Whose ranks are given a part of each batch."""
 
     def part(self, update: int) -> Part:
         """What is mixed into the learner's update number `update`."""
-        return Part(self.batches.next_batch(update), self.objective)
+        batch = self.batches.next_batch(update)
+        return Part(batch.select(self.shard.part(batch.num_rows)), self.objective)
 
 
-def pretraining_mix(settings: Pretraining, tokenizer: Tokenizer, seed: int) -> PretrainingMix:
+def pretraining_mix(settings: Pretraining, tokenizer: Tokenizer, seed: int, shard: Shard = WHOLE) -> PretrainingMix:
     """The mixture that the settings describe. Its metric is `pretraining/loss`, nats per token."""
     # It has every field of a Corpus that reading demonstrations asks for.
     examples = read_demonstrations(settings, tokenizer, "pretraining")  # type: ignore[arg-type]
@@ -37,4 +41,4 @@ def pretraining_mix(settings: Pretraining, tokenizer: Tokenizer, seed: int) -> P
         value, metrics = SFT.actor_loss(prediction, tokens, SFTSettings(), denominators)
         return settings.coef * value, {"pretraining/loss": metrics["loss/sft_avg"]}
 
-    return PretrainingMix(CorpusBatches(examples, order, "response"), Objective(loss))
+    return PretrainingMix(CorpusBatches(examples, order, "response"), Objective(loss), shard)

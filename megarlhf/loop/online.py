@@ -28,7 +28,9 @@ from megarlhf.loop.scoring import Report, reward_scores
 from megarlhf.loop.workshop import Workshop, learner, local_reference
 from megarlhf.models.build import Model
 from megarlhf.models.score_config import score_rule
+from megarlhf.parallel.grid import shards
 from megarlhf.records.metrics import Metric
+from megarlhf.records.shards import Shard
 from megarlhf.residency.average import Average
 from megarlhf.residency.residency import Residency
 from megarlhf.residency.schedule import homes
@@ -57,12 +59,16 @@ def build_online(
     """
     tokenizer = Tokenizer(settings.actor.model, stop_tokens=settings.rollout.stop_tokens)
     prompts = None if source else read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
-    mixtures = _mixtures(settings, tokenizer)
-    cast, workshop = roles(settings), Workshop(world_size, settings.run.seed)
+    cast = roles(settings)
+    layouts = [role.layout for role in cast.values()]
+    # a batch that is given is given whole
+    held = [] if source else shards(layouts, world_size, settings.rollout.shards)
+    workshop = Workshop(world_size, settings.run.seed, held)
     reported: list[dict[str, Metric]] = []
     spans = Spans(device.synchronize, stage_label)
     residency = residency_of(settings)
     actor_model = workshop.model(cast["actor"])
+    shard = actor_model.groups.shard
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
     updates = settings.run.steps * updates_per_step(settings.algorithm)
     first_step = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0
@@ -71,7 +77,7 @@ def build_online(
     house_learner(residency, "actor", actor)
     judge, learners = _judge_and_critic(settings, workshop, cast, updates, residency)
     modules = MODULES | {"reward": judge.modules}
-    scores = reward_scores(settings.reward, judge.scorer, tokenizer.fingerprint, reported.append)
+    scores = reward_scores(settings.reward, judge.scorer, tokenizer.fingerprint, reported.append, shard)
     if prompts is not None:
         rollouts = _rollouts(settings, tokenizer, prompts, workshop, cast, actor, spans, reported.append, residency)
         source = rollouts
@@ -98,17 +104,18 @@ def build_online(
         roles={name: cast[name] for name in (*learners, "actor")},
         residency=residency,
         modules=modules,
-        mixtures=mixtures,
+        mixtures=_mixtures(settings, tokenizer, shard),
         followers=followers,
         judge=scores,
+        shard=shard,
         reported=reported,
     )
 
 
-def _mixtures(settings: OnlineRun, tokenizer: Tokenizer) -> dict[str, Mixture]:
+def _mixtures(settings: OnlineRun, tokenizer: Tokenizer, shard: Shard) -> dict[str, Mixture]:
     if not isinstance(settings, PPORun) or not settings.pretraining.coef:
         return {}
-    return {"actor": pretraining_mix(settings.pretraining, tokenizer, settings.run.seed)}
+    return {"actor": pretraining_mix(settings.pretraining, tokenizer, settings.run.seed, shard)}
 
 
 def _actor_scorers(
@@ -128,7 +135,7 @@ def _actor_scorers(
     if "logp_reference" not in algorithm.reads(settings.algorithm):
         return scorers, followers
     if settings.reference.url:
-        scorers["reference"] = remote_reference(settings.reference, tokenizer, temperature)
+        scorers["reference"] = remote_reference(settings.reference, tokenizer, temperature, actor.groups.shard)
         return scorers, followers
     reference = local_reference(settings.reference, settings.actor, actor, temperature, residency)
     scorers["reference"] = reference.scorer

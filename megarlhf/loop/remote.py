@@ -1,4 +1,4 @@
-"""Answers from outside the world: each rank asks about its own run of rows, and all ranks get all answers.
+"""Answers from outside the world: each rank asks about its own run of rows, and all that hold them get the answers.
 
 The reference of a run can be such an outsider: a server that keeps the model, on this machine or another.
 """
@@ -6,7 +6,6 @@ The reference of a run can be such an outsider: a server that keeps the model, o
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,23 +13,26 @@ import torch.distributed as dist
 from megarlhf.config.settings import Reference
 from megarlhf.errors import ConfigError, RemoteError
 from megarlhf.parallel.rows import gather_objects
+from megarlhf.parallel.shards import EVERYBODY, RankedShard
 from megarlhf.records.experience import Experience, flat_numbers, response_mask, scatter_flat
 from megarlhf.rewards.remote import Endpoint, check_url, is_finite_number, numbers, read_token
 from megarlhf.rewards.sources import token_ids
 
-Answer = TypeVar("Answer")
 
+def ask_on_all_ranks(
+    ask: Callable[[Experience], tuple[torch.Tensor, str]], experience: Experience, shard: RankedShard
+) -> tuple[torch.Tensor, list[str]]:
+    """What `ask` found for all rows of the shard, end to end, and what went wrong on any rank of the world, by rank.
 
-def ask_on_all_ranks(ask: Callable[[Experience], Answer], experience: Experience) -> list[Answer]:
-    """What `ask` returned for each rank's run of consecutive rows, in their order. Collective over the world.
-
-    `ask` must not raise: its rank would leave the others waiting. A rank without rows does not ask.
+    Each rank asks about its own run of consecutive rows. `ask` returns values, and why there are none; it must not
+    raise: its rank would leave the others waiting. A rank without rows does not ask. Collective over the world.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    size = -(-experience.num_rows // world_size)
+    rank, num_ranks = dist.get_rank(shard.ranks), dist.get_world_size(shard.ranks)
+    size = -(-experience.num_rows // num_ranks)
     rows = range(rank * size, min(experience.num_rows, (rank + 1) * size))
-    gathered = gather_objects([ask(experience.select(rows))] if rows else [])
-    return [answer for part in gathered for answer in part]
+    found, problem = ask(experience.select(rows)) if rows else (torch.zeros(0), "")
+    problems = [text for text in gather_objects(problem) if text]
+    return torch.cat([torch.zeros(0), *gather_objects(found, shard.ranks)]), problems
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class RemoteReference:
     request_rows: int
     tokenizer: str
     """Fingerprint of the tokenizer that the ids belong to."""
+    shard: RankedShard = EVERYBODY
 
     def annotate(self, experience: Experience) -> Experience:
         """Fills `logp_reference` [B, T]. Collective over the world; raises RemoteError on all ranks or on none."""
-        answers = ask_on_all_ranks(self._ask, experience)
-        _raise_together([text for _, text in answers if text])
+        found, problems = ask_on_all_ranks(self._ask, experience, self.shard)
+        if problems:
+            raise RemoteError("\n".join(problems))
         everywhere = response_mask(experience.lengths, experience.prompt_lengths, experience.mask.shape[1])
-        logp = scatter_flat(torch.cat([torch.zeros(0), *(logps for logps, _ in answers)]), everywhere)
+        logp = scatter_flat(found, everywhere)
         return experience.replace(logp_reference=logp * experience.mask)
 
     def _ask(self, rows: Experience) -> tuple[torch.Tensor, str]:
@@ -72,7 +76,9 @@ class RemoteReference:
         return found
 
 
-def remote_reference(settings: Reference, tokenizer: str, temperature: float) -> RemoteReference:
+def remote_reference(
+    settings: Reference, tokenizer: str, temperature: float, shard: RankedShard = EVERYBODY
+) -> RemoteReference:
     """The server at `reference.url`, which has answered that it is one for this tokenizer. Collective over the world.
 
     `tokenizer` is the fingerprint of the actor's. Raises ConfigError on every rank.
@@ -84,7 +90,7 @@ def remote_reference(settings: Reference, tokenizer: str, temperature: float) ->
     if any(problems):
         raise ConfigError([f"reference.url: rank {rank}: {text}" for rank, text in enumerate(problems) if text])
     endpoint = Endpoint(f"{base}/logprobs", settings.timeout_s, settings.retries, token)
-    return RemoteReference(endpoint, temperature, settings.request_rows, tokenizer)
+    return RemoteReference(endpoint, temperature, settings.request_rows, tokenizer, shard)
 
 
 def address_violations(settings: Reference) -> list[str]:
@@ -116,9 +122,3 @@ def _unfit(health: Endpoint, tokenizer: str) -> str:
     if found.get("tokenizer") != tokenizer:
         return f"{health.url}: the tokenizer of its model differs from the actor's; use models that share a tokenizer"
     return ""
-
-
-def _raise_together(problems: list[str]) -> None:
-    """Every rank holds the same list, so all raise or none."""
-    if problems:
-        raise RemoteError("\n".join(problems))

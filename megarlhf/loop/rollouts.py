@@ -53,11 +53,14 @@ class Rollouts:
         return self.draw(step)
 
     def draw(self, number: int) -> Experience:
-        """Batch `number` of the prompts' order: siblings are consecutive rows; `logp_rollout` is filled."""
+        """Batch `number` of the prompts' order, or its shard that is held here: siblings are consecutive rows;
+        `logp_rollout` is filled."""
         indices = self.order.batch(number)
-        samples = siblings([self.prompts[index] for index in indices], self.samples_per_prompt)
+        held = self.actor.model.groups.shard.part(len(indices))
+        samples = siblings([self.prompts[indices[place]] for place in held], self.samples_per_prompt)
         # A prompt that is used twice in a batch needs other noise the second time, which the sample number gives.
-        repeats = [number for number in occurrences(indices) for _ in range(self.samples_per_prompt)]
+        times = occurrences(indices)
+        repeats = [times[place] for place in held for _ in range(self.samples_per_prompt)]
         numbered = [
             replace(sample, sample=sample.sample + repeat * self.samples_per_prompt)
             for sample, repeat in zip(samples, repeats, strict=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
+from megarlhf.algorithms.moments import spread
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.runs import AnyRun, OnlineRun, update_says_start
 from megarlhf.engines.learner import Learner, Objective, Part, Update
@@ -20,6 +21,7 @@ from megarlhf.loop.objectives import objective
 from megarlhf.loop.profiling import profiled
 from megarlhf.loop.roles import Role
 from megarlhf.loop.tape import Tape
+from megarlhf.parallel.shards import EVERYBODY, RankedShard
 from megarlhf.records.experience import Experience, valid_values
 from megarlhf.records.metrics import Metric, merge_metrics, metric_results
 from megarlhf.records.seeds import derive_seed
@@ -43,7 +45,7 @@ class Source(Protocol):
         ...
 
     def next_batch(self, step: int) -> Experience:
-        """The batch of `step`, the same on every rank. May be collective over the world."""
+        """The batch of `step`, the same on every rank that holds its shard. May be collective over the world."""
         ...
 
 
@@ -129,6 +131,8 @@ class Run:
     """Metrics of the step's updates, and of stages that share this list; merged and emptied by `finish`."""
     memory: Sequence[Record] = ()
     """What the last step took, added up over ranks."""
+    shard: RankedShard = EVERYBODY
+    """Of the step's batch, which is held here; the whole batch, where it is kept in one piece."""
     tape: Tape | None = None
     """Takes down the step, when a capsule of it is to be kept."""
     _objectives: dict[str, Objective] = field(default_factory=dict)
@@ -162,14 +166,15 @@ class Run:
         }
         scored, state = batch, self.state
         if self.algorithm.credit is not None:
-            batch, self.state, numbers = self.algorithm.credit(batch, self.settings.algorithm, self.state)
+            batch, self.state, numbers = self.algorithm.credit(batch, self.settings.algorithm, self.state, self.shard)
             self.metrics |= numbers
             if isinstance(self.settings, OnlineRun):
                 watch_gap(self.settings.rollout, numbers, warns=dist.get_rank() == 0)
         if self.tape is not None:
             self.tape.state, self.tape.scored, self.tape.credited = state.numbers(), scored, batch
-        if batch.entropy is not None and bool(batch.mask.any()):
-            self.metrics["objective/entropy"] = float(valid_values(batch.entropy, batch.mask).mean())
+        if batch.entropy is not None:
+            over = spread(valid_values(batch.entropy, batch.mask), self.shard)
+            self.metrics |= {"objective/entropy": over.mean} if over.count else {}
         return batch
 
     def learning(self, step: int) -> Mapping[str, Learner]:
@@ -177,17 +182,26 @@ class Run:
         return {name: one for name, one in self.learners.items() if step >= self.first_steps.get(name, 0)}
 
     def minibatches(self, batch: Experience, step: int) -> Iterator[Experience]:
-        """Every row once per epoch, in an order that depends on (seed, step, epoch) only; siblings that a loss compares
-        stay together."""
+        """Every row once per epoch, in an order that depends on (seed, step, epoch) and the part of the batch only;
+        siblings that a loss compares stay together. A minibatch takes as much from every part that is held here."""
         # what no loss reads is not carried along
         batch = batch.replace(token_reward=None, entropy=None, prompts=(), responses=(), metadata=())
         units = group_units(batch) if self.algorithm.keeps_groups else [[row] for row in range(batch.num_rows)]
+        num_parts = self.settings.rollout.shards if isinstance(self.settings, OnlineRun) else 1
+        parts = self.shard.part(num_parts)
         for epoch in range(self.passes.num_epochs):
-            shuffler = torch.Generator().manual_seed(derive_seed(self.settings.run.seed, "minibatches", step, epoch))
-            order = torch.randperm(len(units), generator=shuffler)
-            for part in order.tensor_split(self.passes.num_minibatches):
-                rows = [row for unit in part.tolist() for row in units[unit]]
-                yield self.algorithm.prepare_minibatch(batch.select(rows), self.settings.algorithm)
+            orders = [self._order(len(units) // len(parts), step, epoch, part) for part in parts]
+            for pieces in zip(*(order.tensor_split(self.passes.num_minibatches) for order in orders), strict=True):
+                starts = (place * len(units) // len(parts) for place in range(len(parts)))
+                chosen = torch.cat([piece + start for piece, start in zip(pieces, starts, strict=True)])
+                rows = [row for unit in chosen.tolist() for row in units[unit]]
+                yield self.algorithm.prepare_minibatch(batch.select(rows), self.settings.algorithm, self.shard)
+
+    def _order(self, num_units: int, step: int, epoch: int, part: int) -> torch.Tensor:
+        """[num_units] int64: a permutation."""
+        which = [part] if part else []  # the first is numbered like a batch in one piece
+        seed = derive_seed(self.settings.run.seed, "minibatches", step, epoch, *which)
+        return torch.randperm(num_units, generator=torch.Generator().manual_seed(seed))
 
     def parts(self, name: str, minibatch: Experience) -> Sequence[Part]:
         """What one learner is updated on next: the minibatch, and what is mixed in."""
@@ -217,7 +231,7 @@ class Run:
         if every and (step + 1) % every == 0:
             with self.spans("save"):
                 self.save(self.folder / "exports" / f"step_{step + 1}")
-        self.episodes += batch.num_rows
+        self.episodes += int(self.shard.sum(torch.tensor(batch.num_rows)))
         numbers = metric_results(merge_metrics(self.reported)) | self.metrics | self.spans.take()
         numbers |= {f"lr/{name}": learner.learning_rate for name, learner in self.learners.items()}
         numbers["episode"] = self.episodes

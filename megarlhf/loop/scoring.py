@@ -9,12 +9,15 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from megarlhf.algorithms.moments import spread
 from megarlhf.config.settings import Reward
 from megarlhf.errors import RewardError
 from megarlhf.loop.remote import ask_on_all_ranks
 from megarlhf.models.score_config import ScoreRule
+from megarlhf.parallel.shards import EVERYBODY, RankedShard
 from megarlhf.records.experience import Experience
 from megarlhf.records.metrics import Mean, Metric, Total
+from megarlhf.records.shards import Shard
 from megarlhf.rewards.sources import Source, sources
 
 Report = Callable[[dict[str, Metric]], None]
@@ -58,6 +61,8 @@ class Scores:
     timeout_s: float
     on_failure: Literal["stop", "mask"]
     report: Report
+    shard: RankedShard = EVERYBODY
+    """Of the step's batch, whose rows are given."""
 
     def annotate(self, experience: Experience) -> Experience:
         """Collective over the world."""
@@ -65,14 +70,14 @@ class Scores:
         raw = None if self.reward_model is None else self.reward_model.raw_scores(experience)
         parts = {} if raw is None else {"model": self.reward_model.rule.combined(raw)}
         for source in self.sources:
-            parts[source.name] = score_on_all_ranks(source, experience, isolate_s)
+            parts[source.name] = score_on_all_ranks(source, experience, isolate_s, self.shard)
         stacked = torch.stack(list(parts.values()))
         has_score = stacked.isfinite().all(dim=0)
         self._require(has_score, experience)
-        self.report(_metrics(parts, has_score) | self._raw_metrics(raw))
+        self.report(_metrics(parts, has_score, self.shard) | self._raw_metrics(raw))
         weights = torch.tensor(list(self.weights), dtype=torch.float32)
         score = (weights[:, None] * stacked).sum(0)
-        score = torch.where(has_score, score, score[has_score].mean())
+        score = torch.where(has_score, score, spread(score[has_score], self.shard).mean)
         if bool(has_score.all()):
             return experience.replace(score=score)
         return experience.replace(score=score, mask=experience.mask & has_score[:, None])
@@ -87,16 +92,17 @@ class Scores:
             return {}
         labels = self.reward_model.labels
         names = ["reward/model_raw"] if len(labels) == 1 else [f"reward/model/{label}" for label in labels]
-        columns = [column[column.isfinite()] for column in raw.double().T]
-        return {name: Mean(float(one.sum()), len(one)) for name, one in zip(names, columns, strict=True)}
+        return {name: _mean(column, self.shard) for name, column in zip(names, raw.T, strict=True)}
 
     def _require(self, has_score: torch.Tensor, experience: Experience) -> None:
         """Raises RewardError where too few rows have a score, [B] bool, for what `on_failure` says."""
-        if bool(has_score.all()) or (self.on_failure == "mask" and bool(has_score.any())):
+        num_rows, num_scored = self.shard.sum(torch.tensor([experience.num_rows, int(has_score.sum())])).tolist()
+        if num_scored == num_rows or (self.on_failure == "mask" and num_scored):
             return
-        rows = experience.row_id[~has_score].tolist()
+        found = self.shard.objects(experience.row_id[~has_score].tolist())
+        rows = [row for part in found for row in part]
         raise RewardError(
-            f"reward: {len(rows)} of {experience.num_rows} responses of this step have no finite score (rows "
+            f"reward: {len(rows)} of {int(num_rows)} responses of this step have no finite score (rows "
             f"{rows[:8]} of the data set; reward.on_failure {self.on_failure}); look at the reward model, or at the "
             "warnings above"
         )
@@ -107,6 +113,7 @@ def reward_scores(
     reward_model: RewardModel | None,
     tokenizer: str,
     report: Report,
+    shard: RankedShard = EVERYBODY,
 ) -> Scores:
     """The scorer that `settings` describe. `tokenizer` is the fingerprint of the one that samples.
 
@@ -114,23 +121,28 @@ def reward_scores(
     """
     found = sources(settings, tokenizer)
     weights = settings.weights or (1.0,) * (len(found) + (reward_model is not None))
-    return Scores(reward_model, found, weights, settings.timeout_s, settings.on_failure, report)
+    return Scores(reward_model, found, weights, settings.timeout_s, settings.on_failure, report, shard)
 
 
-def _metrics(parts: dict[str, torch.Tensor], has_score: torch.Tensor) -> dict[str, Metric]:
-    """Of one batch, before weights.
+def _metrics(parts: dict[str, torch.Tensor], has_score: torch.Tensor, shard: Shard) -> dict[str, Metric]:
+    """Of one batch, all shards of it, before weights.
 
     reward/NAME    mean score by each source (model: the reward model's, normalised), over the rows that it scored
     reward/failed  rows that some source did not score, where there were any
     """
-    found: dict[str, Metric] = {}
-    for name, scores in parts.items():
-        scored = scores[scores.isfinite()].double()
-        found[f"reward/{name}"] = Mean(float(scored.sum()), len(scored))
-    return found if bool(has_score.all()) else found | {"reward/failed": Total(int((~has_score).sum()))}
+    found: dict[str, Metric] = {f"reward/{name}": _mean(scores, shard) for name, scores in parts.items()}
+    num_failed = int(shard.sum((~has_score).sum()))
+    return found | {"reward/failed": Total(num_failed)} if num_failed else found
 
 
-def score_on_all_ranks(source: Source, experience: Experience, isolate_s: float) -> torch.Tensor:
+def _mean(scores: torch.Tensor, shard: Shard) -> Mean:
+    """Of those [B] that are numbers, over all shards."""
+    scored = scores[scores.isfinite()].double()
+    total, count = shard.sum(torch.stack([scored.sum(), torch.tensor(float(len(scored)))])).tolist()
+    return Mean(total, count)
+
+
+def score_on_all_ranks(source: Source, experience: Experience, isolate_s: float, shard: RankedShard) -> torch.Tensor:
     """[B] float32 on every rank. Collective over the world: each rank asks `source` about its own run of rows.
 
     A failure on any rank raises RewardError on all of them, so that none waits for the others. With `isolate_s` > 0
@@ -144,13 +156,14 @@ def score_on_all_ranks(source: Source, experience: Experience, isolate_s: float)
             scores = _isolate(source, part, isolate_s) if isolate_s else torch.zeros(0)
             return scores, f"rank {dist.get_rank()}: {problem}"
 
-    answers = ask_on_all_ranks(ask, experience)
-    failures = "\n".join(text for _, text in answers if text)
-    if failures and not isolate_s:
+    result, problems = ask_on_all_ranks(ask, experience, shard)
+    failures = "\n".join(problems)
+    if not failures:
+        return result
+    if not isolate_s:
         raise RewardError(failures)
-    result = torch.cat([scores for scores, _ in answers])
-    if failures and dist.get_rank() == 0:
-        lost = int(result.isnan().sum())
+    lost = int(shard.sum(result.isnan().sum()))
+    if dist.get_rank() == 0:
         _log.warning("reward %s: %d responses have no score: %s", source.name, lost, failures)
     return result
 

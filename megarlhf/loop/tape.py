@@ -11,6 +11,7 @@ from megarlhf.checkpoints.capsule import Capsule
 from megarlhf.config.load import to_yaml
 from megarlhf.device.versions import versions
 from megarlhf.records.experience import Experience
+from megarlhf.records.joining import join
 from megarlhf.records.metrics import metric_results
 from megarlhf.residency.stages import WEIGHTS, Tenant
 from megarlhf.weights.sketch import weight_sketch
@@ -79,7 +80,14 @@ def capsule_of(run: "Run", tape: Tape, step: int) -> Capsule:
         "weights_after": weight_sketches(run),
         "versions": versions(),
     }
-    return Capsule(step, tape.scored, tape.credited, about, to_yaml(run.settings))
+    return Capsule(step, _whole(tape.scored, run), _whole(tape.credited, run), about, to_yaml(run.settings))
+
+
+def _whole(batch: Experience, run: "Run") -> Experience:
+    """The batch of all shards. Collective over the world."""
+    if run.shard.count == 1:
+        return batch
+    return join(run.shard.objects(batch.replace(responses=tuple(batch.responses))))
 
 
 def weight_sketches(run: "Run") -> dict[str, dict[str, list[float]]]:

@@ -1,6 +1,7 @@
 """Building the models and engines of a run, in an order that every rank follows alike."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarlhf.config.layout import Layout
@@ -30,6 +31,8 @@ class Workshop:
 
     world_size: int
     seed: int
+    shards: Sequence[Sequence[int]] = ()
+    """Ranks by shard of a step's batch; none: all hold all of it."""
     groups: dict[Layout, Groups] = field(default_factory=dict)
 
     def model(self, role: Role, *, load: bool = True) -> Model:
@@ -38,7 +41,7 @@ class Workshop:
         A trained value model may start with a new head of zeros (`Role.new_head`). Adapters come with their own seed.
         """
         if role.layout not in self.groups:
-            self.groups[role.layout] = build_groups(role.layout, self.world_size)
+            self.groups[role.layout] = build_groups(role.layout, self.world_size, self.shards)
         in_folder = Architecture.from_folder(role.folder)
         architecture = role.built(in_folder)
         dtype = DTYPES[role.dtype]

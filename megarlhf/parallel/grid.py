@@ -7,8 +7,10 @@ ep first cuts along tp, then cp, then dp, and tensor ranks never cut an expert. 
 tensor-parallel size of 1.)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from megarlhf.config.layout import Layout
 
@@ -136,3 +138,36 @@ def _groups(places: list[dict[str, int]], varying: tuple[str, ...]) -> list[list
         fixed = tuple(index for name, index in indexes.items() if name not in varying)
         by_place.setdefault(fixed, []).append(rank)
     return list(by_place.values())
+
+
+def shards(layouts: Iterable[Layout], world_size: int, most: int) -> list[list[int]]:
+    """Ranks by shard of a batch, each ascending: a shard is made of whole copies of a model under every layout, so that
+    its rows can be sampled, scored and learned from without the others.
+
+    All have as many ranks; there are `most` of them, or the largest divisor of it that these layouts allow.
+    """
+    pieces = _whole_copies(layouts, world_size)
+    count = gcd(most, len(pieces)) if len({len(piece) for piece in pieces}) == 1 else 1
+    each = len(pieces) // count
+    return [sorted(rank for piece in pieces[at * each :][:each] for rank in piece) for at in range(count)]
+
+
+def _whole_copies(layouts: Iterable[Layout], world_size: int) -> list[list[int]]:
+    """The smallest sets of ranks that cut no copy of a model, and no group that shares out experts, by first rank."""
+    leader = list(range(world_size))
+
+    def lead(rank: int) -> int:
+        while leader[rank] != rank:
+            leader[rank] = rank = leader[leader[rank]]
+        return rank
+
+    for layout in set(layouts):
+        grid = Grid(layout, world_size)
+        for group in (group for axis in ("tp_cp", "pp", "ep") for group in grid.groups(axis)):
+            for rank in group[1:]:
+                first, second = sorted((lead(group[0]), lead(rank)))
+                leader[second] = first
+    pieces: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        pieces.setdefault(lead(rank), []).append(rank)
+    return list(pieces.values())

@@ -4,6 +4,7 @@ megatron-core's global parallel_state stays uninitialised: every model, optimize
 `collection` here. The two process-wide things that megatron-core cannot do without are set up here too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarlhf.config.layout import Layout
 from megarlhf.parallel.grid import Coordinates, Grid
+from megarlhf.parallel.shards import RankedShard
 from megarlhf.records.seeds import derive_seed
 
 _COLLECTION_AXES = (
@@ -38,6 +40,10 @@ class Groups:
     dp: dist.ProcessGroup
     mp: dist.ProcessGroup
     world: dist.ProcessGroup
+    shard: RankedShard
+    """Of a step's batch; the whole batch where it is kept in one piece."""
+    rows: dist.ProcessGroup
+    """The data-parallel ranks that share out the rows of the shard."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -58,9 +64,10 @@ class Groups:
         return self.grid.group_of(axis, self.rank)
 
 
-def build_groups(layout: Layout, world_size: int) -> Groups:
+def build_groups(layout: Layout, world_size: int, shards: Sequence[Sequence[int]] = ()) -> Groups:
     """Make all process groups of a layout (collective over the world: every rank makes every group, in one order).
 
+    `shards`: ranks by shard of a batch (see `grid.shards`), which cut no copy of the model; none: all hold all of it.
     Raises LayoutError when the layout does not fit the world, or asks for what is not built.
     """
     if world_size != dist.get_world_size():
@@ -84,6 +91,8 @@ def build_groups(layout: Layout, world_size: int) -> Groups:
         dp=mine["dp"],
         mp=mine["mp"],
         world=dist.group.WORLD,
+        shard=_shard_of(shards, rank),
+        rows=_make(_within(grid.groups("dp"), shards), rank),
     )
     _share_global_buffer()
     seed_random_tracker(groups, seed=0)
@@ -113,6 +122,21 @@ def _make(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
     """Make those of `groups` that are not made yet (collective); returns the one that holds `rank`."""
     made = {tuple(ranks): _process_group(dist.group.WORLD, tuple(ranks)) for ranks in groups}
     return next(group for ranks, group in made.items() if rank in ranks)
+
+
+def _shard_of(shards: Sequence[Sequence[int]], rank: int) -> RankedShard:
+    """Collective over the world."""
+    if len(shards) < 2:
+        return RankedShard()
+    number = next(number for number, ranks in enumerate(shards) if rank in ranks)
+    peers = [list(ranks) for ranks in zip(*shards, strict=True)]
+    return RankedShard(number, len(shards), _make([list(ranks) for ranks in shards], rank), _make(peers, rank))
+
+
+def _within(groups: list[list[int]], shards: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The parts of each group that lie in one shard."""
+    parts = [[rank for rank in group if rank in ranks] for group in groups for ranks in map(set, shards)]
+    return [part for part in parts if part] or groups
 
 
 @cache

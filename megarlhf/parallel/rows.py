@@ -45,7 +45,7 @@ def gather_rows(
     """
     if len(rows) != len(lengths) or sum(lengths) != len(values):
         raise ValueError(f"{len(rows)} rows with {len(lengths)} lengths of {sum(lengths)} values, not {len(values)}")
-    sizes = torch.stack(_all_gather(torch.tensor([len(rows), len(values), _DTYPES.index(values.dtype)]), group))
+    sizes = torch.stack(gather_alike(torch.tensor([len(rows), len(values), _DTYPES.index(values.dtype)]), group))
     if len(sizes[:, 2].unique()) > 1:
         raise ValueError(f"rows of several dtypes: {sorted({str(_DTYPES[code]) for code in sizes[:, 2].tolist()})}")
     owned, counts = _joined(torch.tensor([list(rows), list(lengths)], dtype=torch.int64), sizes[:, 0], group)
@@ -62,8 +62,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def _all_gather(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Each rank's tensor, of one shape, on the CPU. Collective over `group`."""
+@device.labelled("communicate")
+def gather_alike(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Each rank's tensor, of one shape and dtype, on the CPU, by rank. Collective over `group`, or the world."""
     value = value.to(device.current()).contiguous()
     everyone = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, value, group=group)
@@ -75,7 +76,7 @@ def _joined(values: Tensor, sizes: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not int(sizes.max()):
         return values.cpu()
     padded = torch.nn.functional.pad(values, (0, int(sizes.max()) - values.shape[-1]))
-    pieces = _all_gather(padded, group)
+    pieces = gather_alike(padded, group)
     return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes.tolist(), strict=True)], -1)
 
 

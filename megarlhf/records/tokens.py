@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.records.experience import Experience, valid_values
+from megarlhf.records.shards import WHOLE, Shard
 
 _SOURCES = {
     "logp_old": "logp_start",
@@ -105,8 +106,8 @@ class Denominators:
     """Groups with such a row."""
 
     @classmethod
-    def of(cls, minibatch: Experience) -> Self:
-        """The counts of `minibatch`, which every rank holds whole."""
+    def of(cls, minibatch: Experience, shard: Shard = WHOLE) -> Self:
+        """The counts of the minibatch of which this is a `shard`; groups lie in one. Collective over the shards."""
         valid = minibatch.mask.any(dim=1)
         groups = minibatch.group[valid].unique().numel()
-        return cls(float(minibatch.num_tokens), float(valid.sum()), float(groups))
+        return cls(*shard.sum(torch.tensor([minibatch.num_tokens, int(valid.sum()), groups])).tolist())

@@ -19,7 +19,7 @@ class GenerationReport:
     """What the last call of `Generator.generate` did."""
 
     num_tokens: int
-    """Sampled by all ranks."""
+    """Sampled by all ranks that share the requests."""
     num_near_ties: int
     """Of those, where rounding could have chosen another token; another layout may differ after it."""
     num_prefilled_tokens: int
@@ -55,25 +55,24 @@ class Generator:
 
     @property
     def near_ties(self) -> int:
-        """Near ties of the last call, over all ranks."""
+        """Near ties of the last call, over all ranks that share its requests."""
         return self.report.num_near_ties
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """A completion of each request, in their order, on every rank. Collective over the world.
+        """A completion of each request, in their order. Collective over the world.
 
-        Every rank passes the same requests. Raises DataError for an empty prompt, a token id outside the vocabulary, or
-        a prompt that leaves the model's context too short for max_new_tokens.
+        Every rank passes the same requests, or those of its shard of a batch. Raises DataError on all ranks for an
+        empty prompt, a token id outside the vocabulary, or a prompt that leaves the model's context too short for
+        max_new_tokens.
         """
         return list(self.sample(requests, sampling))
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Completions:
         """`generate`, whose answer is flat tensors on the host, however many tokens there are."""
-        _require_fit(requests, sampling, self.model)
-        groups = self.model.groups
-        dp = groups.layout.dp(groups.world_size)
-        mine = share_requests(requests, sampling.max_new_tokens, dp)[groups.coordinates.dp]
+        rows = self.model.groups.rows
+        mine = share_requests(requests, sampling.max_new_tokens, rows.size())[rows.rank()]
         own = [requests[i] for i in mine]
-        _require_known_ids(own, self.model)
+        _require_readable(own, sampling, self.model)
         completions, flight = self._fly(own, sampling)
         everything = _gather(mine, completions, len(requests), sampling, self.model)
         self.report = GenerationReport(
@@ -118,19 +117,21 @@ def share_requests(requests: Sequence[Request], max_new_tokens: int, dp: int) ->
 
 
 def _gather(mine: list[int], found: Completions, num_requests: int, sampling: Sampling, model: Model) -> Completions:
-    """All ranks' completions in request order. Collective over the data-parallel group.
+    """The completions of all ranks that share the requests, in their order. Collective over `Groups.rows`.
 
     A token travels as two int32: 2 * id, plus 1 for a near tie, and the bits of its log-prob.
     """
     coded = (2 * found.token_ids + found.near_ties).to(torch.int32)
     pairs = torch.stack([coded, found.logps.view(torch.int32)], 1).flatten()
-    pairs, lengths = gather_rows(mine, (2 * found.lengths).tolist(), pairs, num_requests, model.groups.dp)
+    pairs, lengths = gather_rows(mine, (2 * found.lengths).tolist(), pairs, num_requests, model.groups.rows)
     coded, logps = (column.contiguous() for column in pairs.view(-1, 2).T)
     ids = (coded >> 1).to(torch.int64)
     return Completions.of(ids, logps.view(torch.float32), coded % 2 == 1, lengths // 2, sampling.stop_ids)
 
 
-def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) -> None:
+def _require_readable(requests: Sequence[Request], sampling: Sampling, model: Model) -> None:
+    """Raises DataError on all ranks where one of its own requests is no prompt for this model. Collective over the
+    world: a rank looks at what it prefills only."""
     architecture = model.architecture
     room = architecture.max_positions - sampling.max_new_tokens
     if room < 1:
@@ -138,26 +139,21 @@ def _require_fit(requests: Sequence[Request], sampling: Sampling, model: Model) 
             f"max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the model's "
             f"{architecture.max_positions} positions; choose {architecture.max_positions - 1} or less"
         )
-    for request in requests:
-        prompt = request.prompt_ids
-        if not 0 < len(prompt) <= room:
-            raise DataError(
-                f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
-                f"do not fit the model's {architecture.max_positions} positions; give 1 to {room} tokens"
-            )
-
-
-def _require_known_ids(requests: Sequence[Request], model: Model) -> None:
-    """Raises DataError on all ranks where one of its own requests has an id outside the vocabulary. Collective over the
-    world: a rank looks at what it prefills only."""
-    found = (_unknown_ids(request, model.architecture.vocab_size) for request in requests)
+    found = (_problem(request, room, sampling, model) for request in requests)
     problems = gather_objects(next(filter(None, found), ""), model.groups.world)
     if any(problems):
         raise DataError(next(filter(None, problems)))
 
 
-def _unknown_ids(request: Request, vocab_size: int) -> str:
-    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+def _problem(request: Request, room: int, sampling: Sampling, model: Model) -> str:
+    """Why the model cannot be given the request; empty: it can."""
+    prompt, vocab_size = request.prompt_ids, model.architecture.vocab_size
+    if not 0 < len(prompt) <= room:
+        return (
+            f"prompt of row {request.row_id}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
+            f"do not fit the model's {model.architecture.max_positions} positions; give 1 to {room} tokens"
+        )
+    lowest, highest = min(prompt), max(prompt)
     if 0 <= lowest <= highest < vocab_size:
         return ""
     return (
