@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megarlhf.checkpoints.capsule import Capsule
 from megarlhf.config.load import to_yaml
 from megarlhf.device.versions import versions
+from megarlhf.parallel.shards import RankedShard
 from megarlhf.records.experience import Experience
 from megarlhf.records.joining import join
 from megarlhf.records.metrics import metric_results
@@ -80,14 +81,18 @@ def capsule_of(run: "Run", tape: Tape, step: int) -> Capsule:
         "weights_after": weight_sketches(run),
         "versions": versions(),
     }
-    return Capsule(step, _whole(tape.scored, run), _whole(tape.credited, run), about, to_yaml(run.settings))
+    scored, credited = _whole(tape.scored, tape.credited, run.shard)
+    return Capsule(step, scored, credited, about, to_yaml(run.settings))
 
 
-def _whole(batch: Experience, run: "Run") -> Experience:
-    """The batch of all shards. Collective over the world."""
-    if run.shard.count == 1:
-        return batch
-    return join(run.shard.objects(batch.replace(responses=tuple(batch.responses))))
+def _whole(scored: Experience, credited: Experience, shard: RankedShard) -> tuple[Experience, Experience]:
+    """Both with the rows of all shards; what credit left alone stays one tensor. Collective over the world."""
+    if shard.count == 1:
+        return scored, credited
+    texts = {"responses": tuple(scored.responses)}  # they would take the tokenizer along
+    before, after = (join(shard.objects(part.replace(**texts))) for part in (scored, credited))
+    same = [name for name, value in vars(scored).items() if vars(credited)[name] is value]
+    return before, after.replace(**{name: vars(before)[name] for name in same})
 
 
 def weight_sketches(run: "Run") -> dict[str, dict[str, list[float]]]:

@@ -4,7 +4,7 @@ import pytest
 
 from megarlhf.config.layout import Layout
 from megarlhf.errors import LayoutError
-from megarlhf.parallel.grid import Grid
+from megarlhf.parallel.grid import Grid, shards
 
 LAYOUTS = [
     (Layout(), 1),
@@ -58,3 +58,33 @@ def test_an_unknown_axis_and_a_rank_outside_are_refused():
         Grid(Layout(), 1).groups("xp")
     with pytest.raises(ValueError, match="not in a world"):
         Grid(Layout(), 1).coordinates(1)
+
+
+@pytest.mark.parametrize(
+    "layouts, world_size, most, expected",
+    [
+        ([Layout()], 4, 2, [[0, 1], [2, 3]]),
+        ([Layout(tp=2)], 4, 4, [[0, 1], [2, 3]]),
+        ([Layout(pp=2), Layout()], 4, 2, [[0, 2], [1, 3]]),
+        ([Layout(pp=2), Layout(tp=2)], 4, 2, [[0, 1, 2, 3]]),
+        ([Layout(tp=2, pp=2), Layout(tp=2), Layout(tp=4)], 8, 8, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ([Layout(tp=2, pp=2), Layout(tp=2)], 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ([Layout(ep=2), Layout()], 4, 4, [[0, 1], [2, 3]]),
+        ([Layout()], 6, 4, [[0, 1, 2], [3, 4, 5]]),
+        ([Layout()], 4, 1, [[0, 1, 2, 3]]),
+    ],
+)
+def test_shards_are_made_of_whole_copies_of_every_model(layouts, world_size, most, expected):
+    assert shards(layouts, world_size, most) == expected
+
+
+@pytest.mark.parametrize("most", [2, 8, 64])
+def test_no_shard_cuts_a_group_that_works_on_the_same_rows(most):
+    layouts = [Layout(tp=4, pp=2, sp=True), Layout(tp=2, cp=2), Layout(tp=8)]
+    found = shards(layouts, 128, most)
+    assert sorted(rank for ranks in found for rank in ranks) == list(range(128)) and most % len(found) == 0
+    assert len({len(ranks) for ranks in found}) == 1
+    for layout in layouts:
+        for axis in ("tp", "cp", "pp", "tp_cp", "mp"):
+            for group in Grid(layout, 128).groups(axis):
+                assert any(set(group) <= set(ranks) for ranks in found)

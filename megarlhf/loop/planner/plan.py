@@ -25,7 +25,7 @@ from megarlhf.loop.planner.step_time import (
     reshard_s,
     score_s,
 )
-from megarlhf.loop.planner.workload import Workload, workload_of
+from megarlhf.loop.planner.workload import Workload, num_shards, workload_of
 from megarlhf.models.precision.linears import te_violations
 from megarlhf.parallel.grid import Coordinates
 from megarlhf.weights.boxes import num_elements, whole
@@ -108,7 +108,8 @@ def make_plan(question: Question) -> Plan:
     found += gpu_violations(settings, question.gpu)
     for model in cast.models.values():
         found += te_violations(model.linears, model.architecture, model.layout, model.setting) + uncounted(model)
-    plan = partial(Plan, question, cast, workload_of(settings), tuple(dict.fromkeys(found)))
+    violations = tuple(dict.fromkeys(found))
+    plan = partial(Plan, question=question, cast=cast, work=workload_of(settings), violations=violations)
     is_whole = all(model.name in cast.models for model in cast.models.values()) and len(cast.models) > 0
     if found or not is_whole:
         return plan()
@@ -123,7 +124,7 @@ def _counted(plan: Callable[..., Plan], question: Question, cast: Cast) -> Plan:
         reshard = reshard_summary(
             models["actor"], models["generator"], world_size, gpu.gpus_per_node, check=question.validate
         )
-    work = workload_of(question.settings)
+    work = workload_of(question.settings, num_shards(question.settings, models, world_size))
     buckets = reshard.peak_extra_bytes if reshard else 0 if question.follow_reshard else 2 * BUCKET_BYTES
     ranks = Ranks(question.settings, models, work, world_size, gpu, buckets)
     rows = [ranks.stages_of(rank) for rank in range(world_size)]
@@ -136,6 +137,7 @@ def _counted(plan: Callable[..., Plan], question: Question, cast: Cast) -> Plan:
     per_node = [sum(hosts[first : first + gpu.gpus_per_node]) for first in range(0, world_size, gpu.gpus_per_node)]
     trained = [name for name, model in models.items() if model.is_trained]
     return plan(
+        work=work,
         stages=tuple(stages),
         fullest=fullest,
         host_bytes=max(hosts),

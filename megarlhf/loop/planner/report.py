@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from megarlhf.config.runs import OnlineRun
 from megarlhf.loop.planner.plan import GIB, Plan, total_seconds
 from megarlhf.loop.planner.reshard import Link, ReshardSummary
 from megarlhf.loop.planner.stages import StageBytes
@@ -78,8 +79,18 @@ def _head(plan: Plan) -> str:
         )
     lines += [f"  sizes from {file}" for file in plan.cast.files]
     sampled = f", of {work.prompt} + {work.response} tokens" if work.prompt else f", of {work.response} tokens"
-    lines.append(f"  a step: {work.rows} sequences{sampled} at the longest, {work.updates} updates")
+    lines.append(f"  a step: {work.rows} sequences{sampled} at the longest, {work.updates} updates{_shards(plan)}")
     return "\n".join(lines)
+
+
+def _shards(plan: Plan) -> str:
+    """How a batch in parts is held."""
+    settings, held = plan.question.settings, plan.work.shards
+    asked = settings.rollout.shards if isinstance(settings, OnlineRun) else 1
+    if asked == 1:
+        return ""
+    fewer = f" (rollout.shards {asked}: no more can be held apart by these layouts)" if held < asked else ""
+    return f"; in {held} shards of {plan.question.world_size // held} ranks{fewer}"
 
 
 def _layers(linears: Linears) -> str:

@@ -1,8 +1,9 @@
 """A recipe on more and more ranks: how long a step takes, and what share of it is not the models' own work.
 
-Two ways to grow: the batch grows with the ranks, so that each has as much to do as in the recipe, or the batch stays.
-Layouts stay; ranks that are added are further copies of the models. The reshard is counted message by message up to
-64 ranks; with more, a rank is taken to send as much as with the most that were counted.
+Two ways to grow: the batch grows with the ranks, so that each has as much to do as in the recipe, and by whole factors
+its shards do too, so that each holds as many rows; or the batch stays. Layouts stay; ranks that are added are further
+copies of the models. The reshard is counted message by message up to 64 ranks; with more, a rank is taken to send as
+much as with the most that were counted.
 """
 
 from collections.abc import Sequence
@@ -40,10 +41,11 @@ def scale(question: Question, ranks: Sequence[int]) -> list[Point]:
     for number in sorted(set(ranks)):
         for grows in (True, False):
             batch = batch_of(question.settings)
+            times = number // question.world_size if grows and number > question.world_size else 1
             batch = batch * number // question.world_size if grows else batch
             asked = replace(
                 question,
-                settings=with_batch(question.settings, batch),
+                settings=with_batch(question.settings, batch, times),
                 world_size=number,
                 follow_reshard=number <= _COUNTED_RANKS,
             )
@@ -58,10 +60,11 @@ def batch_of(settings: AnyRun) -> int:
     return settings.rollout.batch_size if isinstance(settings, OnlineRun) else settings.data.batch_size
 
 
-def with_batch(settings: AnyRun, batch: int) -> AnyRun:
-    """The same run with another batch."""
+def with_batch(settings: AnyRun, batch: int, times: int = 1) -> AnyRun:
+    """The same run with another batch, in so many times the shards."""
     if isinstance(settings, OnlineRun):
-        return replace(settings, rollout=replace(settings.rollout, batch_size=batch))
+        shards = settings.rollout.shards * times
+        return replace(settings, rollout=replace(settings.rollout, batch_size=batch, shards=shards))
     return replace(settings, data=replace(settings.data, batch_size=batch))
 
 

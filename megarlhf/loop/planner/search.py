@@ -20,7 +20,7 @@ from megarlhf.loop.planner.models import PlannedModel, cast_of
 from megarlhf.loop.planner.plan import GIB, Question, stage_seconds, total_seconds
 from megarlhf.loop.planner.stages import Ranks
 from megarlhf.loop.planner.step_time import Seconds
-from megarlhf.loop.planner.workload import workload_of
+from megarlhf.loop.planner.workload import num_shards, workload_of
 from megarlhf.models.architecture import layout_violations
 from megarlhf.weights.plan import BUCKET_BYTES
 
@@ -165,7 +165,8 @@ def _tried(question: Question, models: Mapping[str, PlannedModel], ways: Mapping
     cast = cast_of(settings, question.architectures, [])
     if model_violations(settings, {name: model.architecture for name, model in cast.models.items()}):
         return None
-    ranks = Ranks(settings, cast.models, workload_of(settings), question.world_size, question.gpu, 2 * BUCKET_BYTES)
+    work = workload_of(settings, num_shards(settings, cast.models, question.world_size))
+    ranks = Ranks(settings, cast.models, work, question.world_size, question.gpu, 2 * BUCKET_BYTES)
     rows = [ranks.stages_of(rank) for rank in range(question.world_size)]
     peak = max(stage.device for row in rows for stage in row)
     if peak > (question.memory_gib - question.reserve_gib) * GIB:

@@ -3,9 +3,10 @@
 For each stage the time of the slowest rank: multiplications at a share of the peak, plus what tensor ranks say to each
 other (it is not overlapped), plus the pipeline's bubble. A decoding step reads the weights and the cache once, so it is
 bound by memory; its kernels are launched one by one, which is counted for small models. Every sequence is at its
-longest, and all finish together. Results of rows are brought to every rank, whose host goes through all of them. Left
-out: tokenizing, reward functions and servers, saving, the rest of the host's work; and that a prompt which rows share
-is computed once. `python -m tests.benchmarks.step_time` compares with measured steps, on CPUs.
+longest, and all finish together. Results of rows are brought to every rank that holds them (`rollout.shards`), whose
+host goes through all of these. Left out: tokenizing, reward functions and servers, saving, the rest of the host's work;
+and that a prompt which rows share is computed once. `python -m tests.benchmarks.step_time` compares with measured
+steps, on CPUs.
 
 Multiplications of a token: 2 per weight forward, 4 backward, and again 2 for what is recomputed; attention 4 * S/2 per
 query column forward, for rows of S tokens. Through the head go the predicted tokens only.
@@ -29,8 +30,10 @@ KERNELS_PER_LAYER, KERNELS_PER_CHOICE = 30, 40
 ROW_BYTES = 8
 """Of a sampled token (its id and the sampler's log-prob), brought to every rank; of a score 4."""
 HOST_TOKEN_S = 0.27e-6
-"""Of a sampled token of any rank on the host of every rank: results, records, credit, minibatches and plans of all rows
-in a PPO step, on one CPU core; `python -m tests.benchmarks.rows`."""
+"""Of a sampled token of a shard on the host of every rank that holds it: results, records, credit, minibatches and
+plans of all its rows in a PPO step, on one CPU core; `python -m tests.benchmarks.rows`."""
+SHARD_SUMS = 32
+"""Small sums over the shards in a PPO step of one update: 29 with a reward model and a function, 3 more an update."""
 LATENCY_S = {"node": 15e-6, "network": 30e-6}
 """Of a collective over few bytes."""
 
@@ -68,7 +71,8 @@ class Parts:
     moving: float = 0.0
     """Weights from the training to the generation layout."""
     rows: float = 0.0
-    """Bringing the results of all rows to every rank, and going through them there."""
+    """Bringing the results of a shard's rows to every rank that holds it, going through them there, and sums over the
+    shards."""
 
     def __add__(self, other: "Parts") -> "Parts":
         return Parts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -185,7 +189,8 @@ def generate_s(model: PlannedModel, size: ModelBytes, cache_bytes: int, work: Wo
         compute=num_prefills * machine.multiply_s(flops, model.dtype)
         + tokens * (together((reading, multiplying, launching)) + choosing),
         tensor=num_prefills * layout.pp * _tensor_s(model, prefill, machine) + tokens * talking,
-        rows=_rows_s(ROW_BYTES, HOST_TOKEN_S, work, dp, layout.tp, machine),
+        rows=_rows_s(ROW_BYTES, HOST_TOKEN_S, work, dp, layout.tp, machine)
+        + SHARD_SUMS * machine.spread_s(8 * work.shards, work.shards, is_far=True),
     )
 
 
@@ -199,10 +204,10 @@ def reshard_s(found: ReshardSummary, machine: Machine) -> Parts:
 
 
 def _rows_s(token_bytes: float, token_s: float, work: Workload, dp: int, tp: int, machine: Machine) -> float:
-    """Every rank receives all rows of the step, however many ranks share the work; the host's part is `token_s`."""
-    num_tokens = work.rows * work.response
-    is_far = tp * dp > machine.gpu.gpus_per_node
-    return machine.spread_s(num_tokens * token_bytes, dp, is_far) + num_tokens * token_s
+    """Every rank receives all rows of its shard, however many ranks share the work; the host's part is `token_s`."""
+    num_tokens, ranks = work.rows * work.response // work.shards, dp // work.shards
+    is_far = tp * ranks > machine.gpu.gpus_per_node
+    return machine.spread_s(num_tokens * token_bytes, ranks, is_far) + num_tokens * token_s
 
 
 def _flops(model: PlannedModel, length: float, at_head: float) -> float:

@@ -1,11 +1,13 @@
 """How much goes through each model in a step, with every prompt and every response at its longest: an upper bound."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.config.runs import AnyRun, DPORun, OnlineRun, RewardModelRun
 from megarlhf.loop.planner.activations import Load
 from megarlhf.loop.planner.models import PlannedModel
+from megarlhf.parallel.grid import shards
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Workload:
     """Rows that stay in one micro-batch."""
     samples: int = 1
     """Rows of a prompt, which is computed once for those in a micro-batch."""
+    shards: int = 1
+    """Parts of the step's rows that are held by ranks of their own."""
 
     @property
     def length(self) -> int:
@@ -38,8 +42,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
-        return self.rows * self.length
+        """Of the rows that a rank holds."""
+        return self.rows * self.length // self.shards
 
     def slots(self, dp: int) -> int:
         """Sequences in flight on one data-parallel rank."""
@@ -79,8 +83,14 @@ class Workload:
         return max(1, min(self.samples, rows, room))
 
 
-def workload_of(settings: AnyRun) -> Workload:
-    """From the settings alone."""
+def num_shards(settings: AnyRun, models: Mapping[str, PlannedModel], world_size: int) -> int:
+    """Parts of a step's batch that ranks of their own hold."""
+    most = settings.rollout.shards if isinstance(settings, OnlineRun) else 1
+    return len(shards([model.layout for model in models.values()], world_size, most)) if most > 1 else 1
+
+
+def workload_of(settings: AnyRun, num_shards: int = 1) -> Workload:
+    """From the settings alone, but for the shards."""
     if isinstance(settings, OnlineRun):
         rollout, algorithm = settings.rollout, settings.algorithm
         return Workload(
@@ -92,6 +102,7 @@ def workload_of(settings: AnyRun) -> Workload:
             updates=algorithm.num_epochs * algorithm.num_minibatches,
             passes=algorithm.num_epochs,
             max_slots=rollout.max_slots,
+            shards=num_shards,
         )
     pair = 2 if isinstance(settings, DPORun | RewardModelRun) else 1
     rows = settings.data.batch_size * pair

@@ -41,11 +41,29 @@ def test_a_batch_that_grows_has_as_many_rows_a_rank(points):
     assert points[128, False]["batch"] == BATCH
 
 
-def test_every_rank_goes_through_all_rows(points):
+def test_every_rank_goes_through_the_rows_of_its_shard(points):
+    """As many as in the recipe, as the shards are as many times more."""
+    least = BATCH * NEW_TOKENS * HOST_TOKEN_S
     for ranks in (8, 16, 128):
-        least = BATCH * ranks / 8 * NEW_TOKENS * HOST_TOKEN_S
-        assert least < points[ranks, True]["parts"]["rows"] < 3 * least
-        assert points[ranks, False]["parts"]["rows"] < 3 * BATCH * NEW_TOKENS * HOST_TOKEN_S
+        assert least < points[ranks, True]["parts"]["rows"] < 1.2 * points[8, True]["parts"]["rows"] < 3 * least
+        assert points[ranks, False]["parts"]["rows"] < 3 * least
+
+
+def test_a_batch_in_one_piece_is_gone_through_by_everyone(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    rows = {}
+    for shards in (1, 4, 64):
+        words = ["ppo", RECIPE, "--ranks", "128", "--rollout.shards", str(shards)]
+        assert plan_command([*words, "--scale", "128", "--json"]) == 0
+        rows[shards] = json.loads(capsys.readouterr().out)[0]["parts"]["rows"]
+        assert plan_command(words) == 0
+        told = capsys.readouterr().out
+        assert {
+            1: "updates\n",
+            4: "; in 4 shards of 32 ranks\n",
+            64: "; in 16 shards of 8 ranks (rollout.shards 64: no",
+        }[shards] in told
+    assert 3.5 * rows[4] < rows[1] and rows[64] < rows[4]
 
 
 def test_the_share_that_is_not_the_models_own_follows_from_the_parts(points):
