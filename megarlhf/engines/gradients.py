@@ -51,7 +51,7 @@ class Gradients(DistributedDataParallel):
             gather_parts(bucket.param_data, post)
 
     def _shared_buckets(self) -> Iterator[tuple]:
-        """A group's post, and a bucket of megatron-core's that its ranks share.."""
+        """A group's post, and a bucket of megatron-core's that its ranks share."""
         return ((post, bucket) for post, buffers in self._shared for buffer in buffers for bucket in buffer.buckets)
 
 

@@ -1,10 +1,11 @@
-"""What a step costs the host of a rank for every sampled token of all ranks: records, results, credit, plans.
+"""What a step costs the host of a rank for every sampled token that it holds: records, results, credit, plans.
 
     python -m tests.benchmarks.rows [--rows 2048 --prompt 1024 --response 1024 --ranks 64]
 
-Every rank holds the records of the whole step, so that this work is not shared out and grows with the batch. Everything
-that a PPO step does with all rows is timed once on a batch of that size, in one thread of one process, and exchanges
-between two; the models are left out, and what a rank does for its own rows only. Responses are ragged, of
+Every rank holds the records of the whole step, or of its shard (`rollout.shards`): this work is not shared out, and
+grows with the rows that are held. Everything that a PPO step does with them is timed once on a batch of that size, in
+one thread of one process, and exchanges between two; the models are left out, and what a rank does for its own rows
+only. Last, credit on two ranks at once: all of the batch on both, and a shard on each. Responses are ragged, of
 7/8 of --response or more; a token is a sampled one. The sum is what the planner counts for each of them
 (`HOST_TOKEN_S` in loop/planner/step_time.py), which leaves out the wire.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,10 @@ import torch.distributed as dist
 from megarlhf import device
 from tests.benchmarks.report import Row, finish
 from tests.distributed.pool import close_pools, run_on_ranks
+
+if TYPE_CHECKING:  # once the device is prepared
+    from megarlhf.engines.generator import Completions
+    from megarlhf.records.experience import Experience
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ def main() -> None:
     counts = {name: count for name, (count, _) in pieces.items()}
     seconds["an exchange of results between two ranks"] = max(run_on_ranks(2, exchange, size))
     counts["an exchange of results between two ranks"] = 3
+    whole, shards = (max(run_on_ranks(2, credit, size, held)) for held in ([], [[0], [1]]))
     close_pools()
     note = f"{size.rows} rows of {size.prompt} and up to {size.response} tokens, {num_tokens} sampled"
     found = []
@@ -71,7 +78,12 @@ def main() -> None:
         times = f"{counts[name]} times a step, " if counts[name] > 1 else "a peer, " if not counts[name] else ""
         found.append(Row(name, 1e6 * taken / num_tokens, "us a token", note=f"{times}{taken:.3f} s"))
     total = sum(counts[name] * taken for name, taken in seconds.items()) / num_tokens
-    finish([*found, Row("all of a PPO step", 1e6 * total, "us a token", note=note)], options.json)
+    found.append(Row("all of a PPO step", 1e6 * total, "us a token", note=note))
+    times = f"{shards:.3f} against {whole:.3f} s on two ranks, sums over the shards included"
+    finish(
+        [*found, Row("credit of a batch in two shards", shards / whole, "x that of all of it", note=times)],
+        options.json,
+    )
 
 
 Piece = Callable[[], object]
@@ -82,30 +94,20 @@ def pieces_of(size: Size) -> dict[str, tuple[int, Piece]]:
     from megarlhf.algorithms.credit import ppo_credit
     from megarlhf.algorithms.state import ppo_state
     from megarlhf.config.algorithms import PPO
-    from megarlhf.engines.generator import Completions, Request
+    from megarlhf.engines.generator import Request
     from megarlhf.engines.generator.generator import share_requests
     from megarlhf.engines.pipeline import plan_rows
     from megarlhf.loop.rollouts import experience_of
     from megarlhf.records.experience import scatter_flat, valid_values
-    from megarlhf.records.prompts import Prompt, siblings
     from megarlhf.records.spans import Spans
     from megarlhf.records.tokens import Denominators
 
     lengths, numbers, settings = size.lengths(), size.numbers(), PPO()
-    ids = torch.randint(0, 32000, (size.rows, size.prompt)).tolist()
-    prompts = [Prompt(row, tuple(one), "text", {}) for row, one in enumerate(ids)]
-    samples = siblings(prompts, 1)
-    requests = [Request(one.token_ids, one.row_id) for one in prompts]
-    tokens = torch.randint(0, 32000, (len(numbers),))
-    completions = Completions.of(tokens, numbers, torch.zeros(len(numbers), dtype=torch.bool), lengths, (0,))
-    batch = experience_of(samples, completions, NoTokenizer())
-    scored = batch.replace(
-        logp_start=batch.logp_rollout + 0.01,
-        logp_reference=batch.logp_rollout - 0.01,
-        entropy=batch.logp_rollout.abs(),
-        value=batch.logp_rollout * 0.1,
-        score=torch.randn(size.rows),
-    )
+    samples, completions = sampled(size)
+    batch, scored = scored_batch(size)
+    ids = [list(sample.prompt.token_ids) for sample in samples]
+    requests = [Request(sample.prompt.token_ids, sample.prompt.row_id) for sample in samples]
+    tokens = completions.token_ids
     credited = ppo_credit(scored, settings, ppo_state(settings))[0].replace(
         token_reward=None, entropy=None, prompts=(), responses=(), metadata=()
     )
@@ -127,6 +129,33 @@ def pieces_of(size: Size) -> dict[str, tuple[int, Piece]]:
         ),
         "mean entropy": (1, lambda: valid_values(scored.entropy, scored.mask).mean()),
     }
+
+
+def sampled(size: Size) -> tuple[list, "Completions"]:
+    """Samples to draw, and what was drawn."""
+    from megarlhf.engines.generator import Completions
+    from megarlhf.records.prompts import Prompt, siblings
+
+    numbers, generator = size.numbers(), torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 32000, (size.rows, size.prompt), generator=generator).tolist()
+    samples = siblings([Prompt(row, tuple(one), "text", {}) for row, one in enumerate(ids)], 1)
+    tokens = torch.randint(0, 32000, (len(numbers),), generator=generator)
+    near_ties = torch.zeros(len(numbers), dtype=torch.bool)
+    return samples, Completions.of(tokens, numbers, near_ties, size.lengths(), (0,))
+
+
+def scored_batch(size: Size) -> tuple["Experience", "Experience"]:
+    """A batch as it was sampled, and as credit finds it."""
+    from megarlhf.loop.rollouts import experience_of
+
+    batch = experience_of(*sampled(size), NoTokenizer())
+    return batch, batch.replace(
+        logp_start=batch.logp_rollout + 0.01,
+        logp_reference=batch.logp_rollout - 0.01,
+        entropy=batch.logp_rollout.abs(),
+        value=batch.logp_rollout * 0.1,
+        score=torch.randn(size.rows, generator=torch.Generator().manual_seed(3)),
+    )
 
 
 class NoTokenizer:
@@ -155,6 +184,24 @@ def exchange(rank: int, world_size: int, size: Size) -> float:
     for _ in range(3):
         dist.barrier()
         times.append(_seconds(lambda: gather_rows(rows, lengths, values, size.rows, dist.group.WORLD)))
+    return median(times)
+
+
+def credit(rank: int, world_size: int, size: Size, shards: list[list[int]]) -> float:
+    """Seconds of credit on the rows that this rank holds: all, or those of its shard (collective)."""
+    from megarlhf.algorithms.credit import ppo_credit
+    from megarlhf.algorithms.state import ppo_state
+    from megarlhf.config.algorithms import PPO
+    from megarlhf.config.layout import Layout
+    from megarlhf.parallel.groups import build_groups
+
+    torch.set_num_threads(1)
+    shard, settings = build_groups(Layout(), world_size, shards).shard, PPO()
+    held = scored_batch(size)[1].select(shard.part(size.rows))
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        times.append(_seconds(lambda: ppo_credit(held, settings, ppo_state(settings), shard)))
     return median(times)
 
 
