@@ -64,11 +64,13 @@ def leave_one_out(values: Tensor, group: Tensor, valid: Tensor, *, divide_by_pee
     peers = (of.size - 1).clamp(min=1)
     advantage = torch.where(valid & (of.size > 1), (of.size * of.value - of.total) / peers, 0.0)
     if divide_by_peer_std:
-        peer_mean = (of.total - of.value) / peers
-        are_peers = (of.index[:, None] == of.index) & valid & ~torch.eye(len(of.index), dtype=torch.bool)
-        squares = torch.where(are_peers, (of.value - peer_mean[:, None]).square(), 0.0).sum(1)
-        deviation = (squares / (of.size - 2).clamp(min=1)).sqrt()
-        advantage = torch.where(deviation > _DEVIATION_EPSILON, advantage / deviation, advantage)
+        # Of n values with distances d to their mean, the others' squared distances to their own are sum(d^2) less
+        # d^2 n / (n - 1); of others that are all equal, rounding leaves some 1e-8 of d.
+        distance = centred(values, group, valid)
+        squares = _sums(distance.square(), of.index)[of.index] - distance.square() * of.size / peers
+        deviation = (squares.clamp(min=0) / (of.size - 2).clamp(min=1)).sqrt()
+        varies = deviation > (1e-7 * distance.abs()).clamp(min=_DEVIATION_EPSILON)
+        advantage = torch.where(varies, advantage / deviation, advantage)
     return advantage.to(torch.float32)
 
 

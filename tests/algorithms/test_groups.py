@@ -37,6 +37,16 @@ def test_a_peer_deviation_of_0_keeps_the_advantage_at_its_scale():
     found = leave_one_out(*one_group([0.0] + [0.95] * 7), divide_by_peer_std=True)
     assert float(found[0]) == pytest.approx(-0.95) and float(found.abs().max()) < 3
     close(leave_one_out(*one_group([1.0, 0.0]), divide_by_peer_std=True), [1, -1])
+    found = leave_one_out(*one_group([1000.3] + [0.7] * 7), divide_by_peer_std=True)
+    assert float(found[0]) == pytest.approx(999.6)
+
+
+def test_many_rows_are_no_square_of_them():
+    """A number for each two of these rows would be 80 GB."""
+    values, group = torch.randn(100_000), torch.arange(100_000) // 4
+    found = leave_one_out(values, group, torch.ones(100_000, dtype=torch.bool), divide_by_peer_std=True)
+    a, *others = values[:4].tolist()
+    assert float(found[0]) == pytest.approx((a - statistics.mean(others)) / statistics.stdev(others), rel=1e-4)
 
 
 def test_a_left_over_singleton_gets_0():
