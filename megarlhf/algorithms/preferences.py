@@ -38,8 +38,9 @@ def dpo_loss(prediction: Prediction, tokens: TokenBatch, settings: DPO, denomina
     ipo      (h_w - h_l - 1 / (2 beta))^2 with h averaged over tokens (Azar et al., 2023, equation 17)
     Plus sft_coef * mean over pairs of the chosen response's -log p per token (Pang et al., 2024, equation 1).
 
-    Metrics, means over groups: loss/dpo_avg; loss/sft_avg; rewards/chosen, rewards/rejected and rewards/margin (beta h,
-    summed over tokens); rewards/accuracy (a tie counts half); logp/chosen and logp/rejected, nats per response.
+    Metrics, means over groups: loss/dpo_avg without the sft_coef term; loss/sft_avg, that term before its coefficient;
+    rewards/chosen, rewards/rejected and rewards/margin (beta h, summed over tokens); rewards/accuracy (a tie counts
+    half); logp/chosen and logp/rejected, nats per response.
     """
     assert tokens.logp_reference is not None, "tokens lack logp_reference"
     logp, compared = checked(prediction, tokens), pairs(tokens)
@@ -51,14 +52,13 @@ def dpo_loss(prediction: Prediction, tokens: TokenBatch, settings: DPO, denomina
         losses = (margin - 1.0 / (2.0 * settings.beta)).square()
     else:
         losses = smoothed_log_loss(settings.beta * margin, settings.label_smoothing)
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {"loss/dpo_avg": compared.mean(losses)}
     if settings.sft_coef > 0:
         chosen = -row_means(logp, tokens)[better]
         losses = losses + settings.sft_coef * chosen
         metrics["loss/sft_avg"] = compared.mean(chosen)
     reward, total = settings.beta * row_sums(logp - tokens.logp_reference, tokens), row_sums(logp, tokens)
     metrics |= {
-        "loss/dpo_avg": compared.mean(losses),
         "rewards/chosen": compared.mean(reward[better]),
         "rewards/rejected": compared.mean(reward[worse]),
         "rewards/margin": compared.mean(reward[better] - reward[worse]),

@@ -58,6 +58,7 @@ def test_the_sft_term_is_the_chosen_answers_negative_log_prob_per_token():
     added, metrics = loss_of(dpo_loss, PAIR_LOGP, PAIR, DPO(sft_coef=0.5))
     assert float(added - plain) == pytest.approx(0.5 * 10 / 5, abs=1e-6)
     assert metrics["loss/sft_avg"] == pytest.approx(2.0)
+    assert metrics["loss/dpo_avg"] == pytest.approx(float(plain)), "the preference alone: ln 2 before any update"
 
 
 def test_before_any_update_the_loss_is_ln_2_and_the_accuracy_half():
