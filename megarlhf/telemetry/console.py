@@ -14,6 +14,7 @@ from megarlhf.telemetry.report import Number
 
 COLUMNS = {
     "score": "objective/scores",
+    "no signal": "objective/groups_without_signal",
     "kl": "objective/kl",
     "entropy": "objective/entropy",
     "clipped": "policy/clipfrac_avg",

@@ -116,6 +116,34 @@ def test_gaps_skipped_updates_and_numbers_that_are_not_finite(tmp_path):
     assert found[:2] == ["numbers that are not finite", "skipped updates"] and found[-1] == "sampler and trainer differ"
 
 
+@pytest.mark.parametrize(
+    ("actor", "gap", "advice"),
+    [
+        ("{}", 0.18, "verify-layout"),
+        ("{dtype: bfloat16}", 0.18, ""),
+        ("{dtype: bfloat16, generate_fp8: null}", 0.7, "verify-layout"),
+        ("{dtype: bfloat16, generate_fp8: {recipe: blockwise}}", 0.7, ""),
+        ("{dtype: bfloat16, generate_fp8: {recipe: blockwise}}", 1.5, "actor.generate_fp8"),
+        ("{dtype: bfloat16, fp8: {recipe: blockwise}, generate_fp8: null}", 1.5, "verify-layout"),
+    ],
+)
+def test_the_gap_that_rounding_explains_is_that_of_the_precision(actor, gap, advice, tmp_path):
+    folder = write_run(tmp_path / "run", rollout__logp_gap_max=[0.001] * 24 + [gap])
+    (folder / "config.yaml").write_text(f"actor: {actor}\n")
+    found = signs(read_run(folder))
+    assert [sign.name for sign in found] == ["sampler and trainer differ"] * bool(advice)
+    assert all(advice in sign.words for sign in found)
+
+
+def test_rewards_that_cannot_be_told_apart(tmp_path):
+    idle = {"objective__groups_without_signal": [0.5] * 10 + [1.0] * 15}
+    found = signs(read_run(write_run(tmp_path / "groups", objective__scores=[0.0] * STEPS, **idle)))
+    assert [sign.name for sign in found] == ["nothing to learn from"] and "100% of the prompts" in found[0].words
+    found = signs(read_run(write_run(tmp_path / "alone", objective__scores=[0.0] * STEPS)))
+    assert [sign.name for sign in found] == ["nothing to learn from"] and "mean score is 0" in found[0].words
+    assert names(write_run(tmp_path / "some", objective__groups_without_signal=[0.6] * STEPS)) == []
+
+
 def test_a_folder_without_a_step_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no steps in metrics\.jsonl; give the folder \(run\.dir\)"):
         read_run(tmp_path)

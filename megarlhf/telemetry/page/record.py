@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarlhf.errors import DataError
 from megarlhf.telemetry.jsonl import SHOWN_NAME
 
@@ -35,6 +37,13 @@ class RunRecord:
     def names(self) -> list[str]:
         """Names of all metrics, in the order in which they first appear."""
         return list(dict.fromkeys(name for row in self.steps for name in row if name != "step"))
+
+    def setting(self, name: str) -> Any:
+        """The setting with this dotted name; None where config.yaml does not have it."""
+        value = yaml.safe_load(self.settings)
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric has a number."""

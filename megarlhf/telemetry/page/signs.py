@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 from megarlhf.telemetry.page.record import RunRecord
 
+ROUNDING = {"float32": 0.01, "bfloat16": 0.5}
+"""Nats by which no token's log-prob differs between sampler and trainer through rounding alone, by actor.dtype. The
+largest of a step is about 1e-5 in float32; up to 0.2 was seen in bfloat16."""
+ROUNDING_FP8 = 1.0
+"""The same where a side computes in eight bits."""
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -116,13 +122,36 @@ def _duplicates(run: RunRecord) -> Sign | None:
 
 def _gap(run: RunRecord) -> Sign | None:
     steps, values = run.series("rollout/logp_gap_max")
-    if not values or max(values) < 0.1:
+    training = run.setting("actor.fp8.recipe") or "off"
+    sampling = run.setting("actor.generate_fp8.recipe") or training
+    in_fp8 = {training, sampling} != {"off"}
+    if not values or max(values) < (ROUNDING_FP8 if in_fp8 else ROUNDING[run.setting("actor.dtype") or "float32"]):
         return None
-    step = steps[values.index(max(values))]
+    differ = "Sample and train in the same precision (actor.generate_fp8)"
+    same = "Rounding alone does not do that: look for the cause with `megarlhf verify-layout`"
     return Sign(
         "sampler and trainer differ",
-        f"a sampled token's log-prob differed by {max(values):.2f} nats between sampler and trainer (step {step}). "
-        "Sample and train in the same precision, or set algorithm.importance_cap",
+        f"a sampled token's log-prob differed by {max(values):.2f} nats between sampler and trainer (step "
+        f"{steps[values.index(max(values))]}). {same if sampling == training else differ}, or set "
+        "algorithm.importance_cap",
+    )
+
+
+def _no_signal(run: RunRecord) -> Sign | None:
+    _, idle = run.series("objective/groups_without_signal")
+    _, scores = run.series("objective/scores")
+    if idle and ends(idle)[1] >= 0.9:
+        seen = f"{ends(idle)[1]:.0%} of the prompts in the last steps have responses that are all rewarded alike"
+    elif not idle and len(scores) >= 5 and len(set(scores)) == 1:
+        seen = "every step has the same mean score"
+    else:
+        return None
+    score = f" (the mean score is {ends(scores)[1]:.3g})" if scores else ""
+    return Sign(
+        "nothing to learn from",
+        f"{seen}{score}: no response is better than another. Look at single texts and their scores: the reward can "
+        "never be earned, or always is; try other prompts, a finer reward, a higher rollout.temperature, or more "
+        "rollout.samples_per_prompt",
     )
 
 
@@ -159,6 +188,7 @@ def _critic_is_blind(run: RunRecord) -> Sign | None:
 _CHECKS: tuple[Callable[[RunRecord], Sign | None], ...] = (
     _not_finite,
     _skipped,
+    _no_signal,
     _length_pays,
     _kl_spike,
     _entropy_collapse,
