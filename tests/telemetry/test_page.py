@@ -98,6 +98,12 @@ def test_kl_spike_and_entropy_collapse(tmp_path):
     assert "step 13" in signs(read_run(folder))[0].words and "5." in signs(read_run(folder))[0].words
 
 
+def test_a_kl_that_grows_from_nothing_is_no_spike(tmp_path):
+    """The quickstart's, as it was measured."""
+    kl = [0, -0.09, 0.27, 0.61, 1.19, 0.86, 1.66, 3.78, 3.49, 3.36, 4.16, 4.22, 4.52, 5.37, 5.44, 6.19, 7.25, 8.39]
+    assert names(write_run(tmp_path / "run", objective__kl=kl + [8.0] * 7)) == []
+
+
 def test_lost_ends_and_duplicates(tmp_path):
     rows = texts(
         finished=lambda number: number < 10, response=lambda number: "always this" if number > 20 else str(number)

@@ -64,7 +64,7 @@ def _kl_spike(run: RunRecord) -> Sign | None:
     steps, values = run.series("objective/kl")
     found = []
     for index in range(5, len(values)):
-        before = statistics.median(values[max(0, index - 10) : index])
+        before = max(values[max(0, index - 10) : index])  # against their median steady growth would be a spike too
         if before > 0.5 and values[index] > 3 * before:  # from nearly 0 every rise is a multiple
             found.append((steps[index], values[index], before))
     if not found:
@@ -72,8 +72,8 @@ def _kl_spike(run: RunRecord) -> Sign | None:
     step, value, before = max(found, key=lambda one: one[1] / one[2])
     return Sign(
         "KL spike",
-        f"at step {step} the KL to the reference is {value:.2f} nats, {value / before:.1f} times the median of the "
-        "ten steps before. Lower the learning rate, or set algorithm.target_kl",
+        f"at step {step} the KL to the reference is {value:.2f} nats, {value / before:.1f} times the largest of "
+        "the ten steps before. Lower the learning rate, or set algorithm.target_kl",
     )
 
 
