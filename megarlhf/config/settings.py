@@ -228,7 +228,7 @@ class Data:
 
     prompts: str = ""
     """JSONL or Parquet file, folder of a data set saved by the `datasets` package, or hub:OWNER/NAME: rows
-    `{"prompt": text}` or `{"messages": [...]}`; other keys are metadata for rewards."""
+    `{"prompt": text}` or `{"messages": [...]}` (or such turns as prompt); other keys are metadata for rewards."""
     max_prompt_tokens: int = 512
     """Longest prompt."""
     too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"

@@ -2,8 +2,8 @@
 
 Three kinds of row: demonstrations (a conversation, a prompt with its response, or a plain text), preferences (chosen
 and rejected, or several ranked responses), and answers with a grade (a score, several, or a label). Prompts and
-responses are texts or lists of turns (encoding.py). Every bad row is reported; rows that are dropped are counted and
-logged.
+responses are texts or lists of turns (encoding.py), and a response may be called completion. Every bad row is reported;
+rows that are dropped are counted and logged.
 """
 
 import logging
@@ -42,6 +42,8 @@ _READ = {
     "label",
 }
 """Keys that say something here; the others are metadata."""
+_ANSWERS = {"messages", "text", "response", "chosen", "responses"}
+"""Keys that say which kind a row is."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -114,13 +116,22 @@ def _read(
     outcomes: Counter[str] = Counter()
     rows = read_each(
         lines(settings.path, f"{section}.path", settings.split),
-        lambda line: fit(convert(line.values(), encoder, line.row), settings, section, encoder, outcomes),
+        lambda line: fit(
+            convert(_in_our_words(line.values()), encoder, line.row), settings, section, encoder, outcomes
+        ),
         settings,
         section,
     )
     examples = [example for pieces in rows for example in pieces]
     _report(settings, section, len(rows), len(examples), outcomes)
     return examples
+
+
+def _in_our_words(row: Row) -> Row:
+    """The row with its answer under response, where it has one under TRL's name only."""
+    if "completion" not in row or _ANSWERS & row.keys():
+        return row
+    return {"response" if name == "completion" else name: value for name, value in row.items()}
 
 
 def _demonstration(row: Row, encoder: Encoder, number: int) -> Draft:

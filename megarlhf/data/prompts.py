@@ -1,8 +1,8 @@
 """Prompts from a data set: one `{"prompt": text}` or `{"messages": [...]}` a row, checked before a run starts.
 
-`id` is optional (a text or a whole number, unique; the row number when absent); every other key is metadata, handed as
-it is to the reward functions. Formats and blank lines are those of files.py: every bad row is reported, none is mended.
-Rows are dropped only when `data.too_long` says so, and their number is logged.
+Turns may stand under `prompt` too. `id` is optional (a text or a whole number, unique; else the row number); every
+other key is metadata, handed as it is to the reward functions. Formats and blank lines are those of files.py: every bad
+row is reported, none is mended. Rows are dropped only when `data.too_long` says so, and their number is logged.
 """
 
 import logging
@@ -50,6 +50,8 @@ def _prompt(line: Line, tokenizer: Tokenizer) -> Prompt:
     prompt = row[given[0]]
     _check_prompt(given[0], prompt)
     metadata = {"id": line.row, **{key: value for key, value in row.items() if key != "prompt"}}
+    if isinstance(prompt, list):
+        metadata["messages"] = prompt
     token_ids = tuple(tokenizer.encode_prompt(prompt))
     if not token_ids:
         raise DataError("the prompt is empty once it is tokenized; give at least one token")
@@ -57,11 +59,10 @@ def _prompt(line: Line, tokenizer: Tokenizer) -> Prompt:
 
 
 def _check_prompt(key: str, prompt: object) -> None:
-    expected = {"prompt": str, "messages": list}[key]
-    if not isinstance(prompt, expected):
-        wanted = {"prompt": "a text", "messages": "a list of turns"}[key]
+    accepted, wanted = ((str, list), "a text or a list of turns") if key == "prompt" else (list, "a list of turns")
+    if not isinstance(prompt, accepted):
         raise DataError(f"{key} is {type_name(prompt)}; give {wanted}")
-    if key == "prompt" and not prompt.strip():
+    if isinstance(prompt, str) and not prompt.strip():
         raise DataError("prompt is empty or blank; give a text")
     check_text(key, prompt)
 

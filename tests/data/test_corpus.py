@@ -29,6 +29,16 @@ def test_demonstrations_are_conversations_responses_and_texts(examples, tokenize
     assert [example.row_id for example in (chat, answered, text)] == [0, 1, 2]
 
 
+def test_a_completion_is_a_response(examples):
+    """As TRL writes them; where a row has an answer of another name it is metadata like any other key."""
+    for kind, grade in (("demonstrations", {}), ("labelled", {"label": True}), ("scored", {"score": 0.5})):
+        for prompt, answer in (("ab", "cd"), (CHAT, ANSWER)):
+            theirs = examples(kind, [{"prompt": prompt, "completion": answer, **grade}])
+            assert theirs == examples(kind, [{"prompt": prompt, "response": answer, **grade}])
+    (text,) = examples("demonstrations", [{"text": "ab", "completion": "c"}])
+    assert text.metadata == {"completion": "c"}
+
+
 def test_a_text_begins_with_what_the_tokenizer_puts_there_and_ends_once(examples, tokenizer):
     with_end, without = examples("demonstrations", [{"text": "ab" + tiny.EOS}, {"text": "ab"}])
     assert with_end.answers[0].token_ids == without.answers[0].token_ids == (*ids(tokenizer, "b"), 0)

@@ -40,6 +40,11 @@ def test_a_row_becomes_ids_text_and_metadata(read, tokenizer):
     assert list(second.token_ids) == tokenizer.encode_prompt(CHAT)
 
 
+def test_turns_may_stand_under_prompt(read):
+    """As TRL and verl write them."""
+    assert read([{"prompt": CHAT, "level": 3}]) == read([{"messages": CHAT, "level": 3}])
+
+
 def test_bom_crlf_and_blank_lines_change_nothing(read):
     clean = read('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert read(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "b"}\r\n\n') == clean
@@ -61,9 +66,10 @@ def test_unicode_line_separators_do_not_end_a_line(read):
         ('"just text"', "the line is a text; give an object"),
         ('{"text": "a", "id": 3}', r"neither prompt nor messages \(its keys are \['id', 'text'\]\)"),
         ('{"prompt": "a", "messages": []}', "both prompt and messages"),
-        ('{"prompt": 3}', "prompt is a number; give a text"),
+        ('{"prompt": 3}', "prompt is a number; give a text or a list of turns"),
         ('{"prompt": null}', "prompt is null"),
-        ('{"prompt": ["a"]}', "prompt is a list"),
+        ('{"prompt": ["a"]}', r"messages\[0\] is a text"),
+        ('{"prompt": []}', "messages is empty"),
         ('{"prompt": {"a": 1}}', "prompt is an object"),
         ('{"prompt": ""}', "empty or blank"),
         ('{"prompt": " \\n\\t"}', "empty or blank"),
