@@ -25,8 +25,15 @@ MAX_REPORTED = 20
 """Bad rows spelled out in one error; the rest are counted."""
 NUM_PLACES = 5
 """Skipped rows whose places are told."""
-FOREIGN = ((b"PAR1", "a parquet file"), (b"\x1f\x8b", "a gzip file"), (b"PK", "a zip file"))
-"""First bytes of what is given for JSONL by mistake."""
+GIT_LFS = b"version https://git-lfs"
+"""What a file that a clone has not fetched begins with."""
+FOREIGN = (
+    (b"PAR1", "a parquet file", "name it .parquet"),
+    (b"\x1f\x8b", "a gzip file", "unpack it to JSON lines"),
+    (b"PK", "a zip file", "unpack it to JSON lines"),
+    (GIT_LFS, "a git-lfs pointer", "run git lfs pull in its folder"),
+)
+"""First bytes of what is given for JSONL by mistake, and what to do."""
 
 Result = TypeVar("Result")
 
@@ -159,9 +166,8 @@ def _read(path: Path, setting: str) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{setting}: {path.absolute()} cannot be read: {error.strerror}") from error
-    for magic, kind in FOREIGN:
+    for magic, kind, remedy in FOREIGN:
         if content.startswith(magic):
-            remedy = "name it .parquet" if magic == b"PAR1" else "unpack it to JSON lines"
             raise DataError(f"{setting}: {path.absolute()} is {kind}; {remedy}")
     if content.startswith(b"\xef\xbb\xbf"):
         content = b"   " + content[3:]

@@ -22,6 +22,7 @@ from megarlhf.models.score_config import score_rule, weight_violations
 from megarlhf.residency.schedule import homes
 from megarlhf.rewards.remote import read_token
 from megarlhf.rewards.sources import check_spec
+from megarlhf.weights.folder import SafetensorsFolder
 
 
 def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml") -> list[str]:
@@ -32,6 +33,7 @@ def preflight(settings: AnyRun, world_size: int, command: str = "ppo FILE.yaml")
     found, cast = first_look(settings, world_size, command), roles(settings)
     models = architectures({name: role for name, role in cast.items() if role.folder}, [])
     found += _tokenizer_violations(cast, models)
+    found += _weight_violations(cast, models)
     found += _folder_violations(settings)
     found += room_violations(settings, cast, models)
     found += _wandb_violations(settings)
@@ -66,11 +68,25 @@ def _reference_violations(settings: Reference, models: dict[str, Architecture]) 
         return []
     found: list[str] = []
     reference = attempt(partial(Architecture.from_folder, settings.model), found, "reference.model")
+    if reference is not None:
+        attempt(partial(SafetensorsFolder, settings.model), found, "reference.model")
     if reference is not None and reference != models["actor"]:
         found.append(
             f"reference.model: {settings.model} is of another architecture than actor.model; the reference "
             "shares the actor's module, so give a model of the same sizes"
         )
+    return found
+
+
+def _weight_violations(cast: dict[str, Role], models: dict[str, Architecture]) -> list[str]:
+    """Folders whose weights cannot be read, by the headers of their files; once per folder."""
+    found: list[str] = []
+    seen: set[str] = set()
+    for name in models:
+        folder = cast[name].folder
+        if folder not in seen:
+            attempt(partial(SafetensorsFolder, folder), found, f"{'actor' if name == 'generator' else name}.model")
+        seen.add(folder)
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megarlhf.data.files import GIT_LFS
 from megarlhf.errors import CheckpointError
 from megarlhf.weights.block_scales import BLOCK, FP8, SCALE_SUFFIX, read_scaled, scale_shape
 from megarlhf.weights.boxes import Box, slices
@@ -177,6 +178,10 @@ def _require_files(path: Path, names: list[str], listed: dict[str, str] | None) 
 
 def _open(path: Path):
     try:
+        with path.open("rb") as stream:
+            is_pointer = stream.read(len(GIT_LFS)) == GIT_LFS
+        if is_pointer:
+            raise CheckpointError(f"{path}: a git-lfs pointer in place of the weights; run git lfs pull in its folder")
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(f"{path}: not a readable safetensors file ({problem}); download it again") from problem

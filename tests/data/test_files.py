@@ -96,6 +96,12 @@ def test_a_parquet_file_of_another_name_is_recognised(tmp_path):
         values(tmp_path / "x.jsonl")
 
 
+def test_a_file_that_a_clone_has_not_fetched_is_recognised(tmp_path):
+    (tmp_path / "x.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 100\n")
+    with pytest.raises(DataError, match="x.jsonl is a git-lfs pointer; run git lfs pull"):
+        values(tmp_path / "x.jsonl")
+
+
 def test_a_path_that_does_not_exist_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"data.path: {tmp_path}/gone.jsonl does not exist"):

@@ -1,5 +1,7 @@
 """Everything that is wrong is told before anything is loaded, in one list, with the setting's name and a next move."""
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +209,28 @@ def test_a_violation_names_the_setting_and_the_next_move(case, models, tmp_path)
     change, setting, advice = CASES[case]
     found = preflight(replace(good(models, tmp_path), **change(models)), 60)
     assert any(setting in line and advice in line for line in found), found
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 100\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda file: file.unlink(), "no model.safetensors and no model.safetensors.index.json"),
+        (lambda file: file.rename(file.with_name("pytorch_model.bin")), r"only pickled weights \(pytorch_model.bin\)"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "not a readable safetensors file"),
+        (lambda file: file.write_bytes(POINTER), "a git-lfs pointer in place of the weights; run git lfs pull"),
+    ],
+)
+def test_weights_that_cannot_be_loaded_are_told_before_the_run(damage, told, models, tmp_path):
+    settings = replace(good(models, tmp_path), critic=Critic(model=str(models / "actor")))
+    for name, role in (("actor", "actor"), ("reward", "reward"), ("actor", "reference")):
+        folder = shutil.copytree(models / name, tmp_path / role)
+        damage(folder / "model.safetensors")
+        broken = replace(settings, **{role: replace(vars(settings)[role], model=str(folder))})
+        (found,) = preflight(broken, 1)
+        assert re.match(f"{role}.model: {folder}.*{told}", found), found
 
 
 def test_a_package_that_is_asked_for_and_missing_is_told(models, tmp_path, monkeypatch):
