@@ -6,18 +6,22 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from megarlhf.weights.agree import raise_together
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 LOCK_NAME = ".lock"
 
 
 @contextmanager
-def locked(run_folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
+def locked(run_folder: Path, group: "dist.ProcessGroup") -> Iterator[None]:
     """Holds the folder's lock on the first rank while the block runs. Collective over `group` on entry; raises
     CheckpointError on all of its ranks when another run holds it."""
+    import torch.distributed as dist  # here, as `is_held` is asked before torch is imported
+
+    from megarlhf.weights.agree import raise_together
+
     problem, handle = None, -1
     if dist.get_rank(group) == 0:
         handle, problem = _take(run_folder / LOCK_NAME)
@@ -27,6 +31,18 @@ def locked(run_folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
     finally:
         if handle >= 0:
             os.close(handle)
+
+
+def is_held(run_folder: Path) -> bool:
+    """Whether a process has the folder's lock; this one's own counts too."""
+    try:
+        with (run_folder / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such folder, or no locks on its file system
+        return False
+    return False
 
 
 def _take(path: Path) -> tuple[int, str | None]:

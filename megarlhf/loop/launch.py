@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 from megarlhf import launcher
+from megarlhf.checkpoints.lock import is_held, locked
 from megarlhf.config.algorithm_check import algorithm_warnings
 from megarlhf.config.command import OWN_FLAGS, how_to_call, load_for, no_recipe
 from megarlhf.config.filled import filled
@@ -48,10 +50,25 @@ def launch(command: str, argv: Sequence[str]) -> int:
     stopping.listen()
     rank, world_size = device.join_world(store=store)
     limit_s = 60 * settings.run.stage_timeout_minutes
-    watch = Watch(device.side_store(), rank, world_size, limit_s, lambda code, why: try_write_status(folder, code, why))
+    has_lock = Event()
+
+    def told(code: int, why: str) -> None:
+        if has_lock.is_set() or not is_held(folder):
+            try_write_status(folder, code, why)
+
+    watch = Watch(device.side_store(), rank, world_size, limit_s, told)
     watch.start()
     try:
-        run_training(command, settings, rank, world_size, as_json=as_json, stopping=stopping, follow=watch.follow)
+        run_training(
+            command,
+            settings,
+            rank,
+            world_size,
+            as_json=as_json,
+            stopping=stopping,
+            follow=watch.follow,
+            locked_in=has_lock.set,
+        )
     except Requeue:
         watch.stop()
         raise
@@ -136,16 +153,17 @@ def run_training(
     as_json: bool = False,
     stopping: "Stopping | None" = None,
     follow: Follow = lambda stage: None,
+    locked_in: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains, reports and exports. Collective over the world, which is joined; `settings` passed `preflight`.
 
     `as_json`: nothing but the metrics of each step as a JSON line is printed. `stopping` knows of signals, when the
-    process is all the run's; `follow` takes a function that says which stage the run is in.
+    process is all the run's; `follow` takes a function that says which stage the run is in; `locked_in` is called once
+    the run folder is this run's.
     """
     import torch.distributed as dist
 
     from megarlhf.algorithms.catalogue import ALGORITHMS
-    from megarlhf.checkpoints.lock import locked
     from megarlhf.loop.agreement import require_agreement
     from megarlhf.loop.keeper import Keeper
     from megarlhf.loop.loop import train
@@ -162,6 +180,7 @@ def run_training(
     stopping = stopping or Stopping()
     stopping.limit_s = 60 * settings.run.save_before_minutes
     with locked(folder, world), recorded(folder, rank):
+        locked_in()
         require_agreement(settings, world)
         start = find_start(settings, world)
         if rank == 0:
@@ -192,11 +211,11 @@ def run_training(
 def _refuse(folder: Path | None, violations: Sequence[str]) -> None:
     """Raises ConfigError when something is wrong.
 
-    status.json tells a launcher of several ranks why; a folder that holds a run keeps the status of that run. `folder`
-    is None where the settings could not be read.
+    status.json tells a launcher of several ranks why; a folder that holds a run, or is held by one, keeps the status of
+    that run. `folder` is None where the settings could not be read.
     """
     if not violations:
         return
-    if folder is not None and not (folder / "metrics.jsonl").exists():
+    if folder is not None and not (folder / "metrics.jsonl").exists() and not is_held(folder):
         try_write_status(folder, BAD_INPUT, "\n".join(violations))
     raise ConfigError(violations)

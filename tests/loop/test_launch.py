@@ -1,5 +1,6 @@
 """A launch as its launcher sees it: whole processes, signals to them, exit codes, status.json and what they print."""
 
+import fcntl
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarlhf.errors import ConfigError
+from megarlhf.loop.launch import launch as launch_here
 from megarlhf.telemetry.status import read_status
 from tests.distributed.pool import free_port
 from tests.learning.toy import write_actor, write_prompts
@@ -94,6 +97,23 @@ def test_bad_rows_that_all_ranks_find_are_told_once(processes, recipe, tmp_path)
     told = [line.partition("odd.jsonl")[2] for line in launch.told().splitlines() if "odd.jsonl" in line]
     assert len(told) == 2 and told[0].startswith(":2: not JSON") and told[1].startswith(":3: the line is a list")
     assert re.search(r"odd.jsonl:2: .*\n.*odd.jsonl:3", read_status(tmp_path / "run")[1])
+
+
+def test_a_start_that_is_refused_leaves_the_status_of_the_run_that_has_the_folder(processes, recipe, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "status.json").write_text('{"code": null, "reason": "running"}')
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="rollout.batch_size"):
+            launch_here("grpo", [str(recipe), "--run.dir", str(folder), "--rollout.batch_size", "-2"])
+        assert read_status(folder) == (None, "running")
+        launch = Launch(processes, recipe, folder)
+        assert launch.codes() == [2, 2] and "is being written by another run" in launch.told(), launch.told()
+        assert read_status(folder) == (None, "running")
+    with pytest.raises(ConfigError, match="rollout.batch_size"):
+        launch_here("grpo", [str(recipe), "--run.dir", str(folder), "--rollout.batch_size", "-2"])
+    assert read_status(folder)[0] == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
