@@ -134,10 +134,13 @@ def _help(summaries: dict[str, str]) -> str:
 
 
 def _print_error(error: MegarlhfError) -> None:
-    """What is wrong with settings or input, a line each, is mostly found by every rank: one of each machine says it."""
+    """What is wrong with settings or input, a line each, is mostly found by every rank, and other failures are often
+    raised on all together: one rank of each machine says it."""
+    if not _is_first_to_tell(reason(error)):
+        return
     if exit_code(error) != BAD_INPUT:
         _say(reason(error))
-    elif _is_first_to_tell(reason(error)):
+    else:
         for line in reason(error).split("\n"):
             print(f"megarlhf: error: {line}", file=sys.stderr)
 
@@ -175,5 +178,6 @@ def _say_once(message: str) -> None:
 
 def _say(message: str) -> None:
     rank = os.environ.get("RANK")
-    head = "megarlhf: error" if rank in (None, "0") else f"megarlhf: error on rank {rank}"
+    is_said = rank in (None, "0") or message.startswith("rank ")
+    head = "megarlhf: error" if is_said else f"megarlhf: error on rank {rank}"
     print(f"{head}: {message}", file=sys.stderr)

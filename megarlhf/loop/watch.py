@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from megarlhf.errors import PeerError
-from megarlhf.telemetry.status import BAD_INPUT, FAILED, exit_code, reason
+from megarlhf.telemetry.status import FAILED, exit_code, reason
 
 BEAT_S = 1.0
 SILENT_S = 20.0
@@ -30,6 +30,8 @@ _LOST_PEER = re.compile(
     r"closed by peer|Connection reset|Connection refused|Broken pipe|Socket closed|Timed out|Timeout|"
     r"remote process exited|unhandled system error|NCCL|[Gg]loo",
 )
+_NAMES_RANK = re.compile(r"rank \d+(:| on )")
+"""What an error begins with that says itself which rank had it."""
 
 Stage = tuple[str, float]
 """(name, seconds in it)."""
@@ -90,7 +92,7 @@ class Watch:
             if is_consequence(error):
                 return self._explained(error)
             self._tell(reason(error), exit_code(error))
-            self._end()
+            self._end(is_raised=True)
         except (RuntimeError, OSError):  # the store went with the rank that kept it
             return PeerError("the first rank is gone, and the store with it") if is_consequence(error) else error
         return error
@@ -165,18 +167,20 @@ class Watch:
         """The first to tell gives the run's reason; each rank's own problem is in its report."""
         self._report(problem, code)
         if not self._store.check(["failure"]):
-            self._store.set("failure", json.dumps({"problem": f"rank {self._rank}: {problem}", "code": code}))
+            head = "" if _NAMES_RANK.match(problem) else f"rank {self._rank}: "
+            self._store.set("failure", json.dumps({"problem": head + problem, "code": code}))
 
     def _report(self, problem: str, code: int) -> None:
         report = Report(self._rank, socket.gethostname(), *self._stage(), problem, code)
         self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
 
-    def _end(self) -> None:
-        """Leaves this rank's report; the lowest rank that can merges all of them."""
+    def _end(self, *, is_raised: bool = False) -> None:
+        """Leaves this rank's report; the lowest rank that can merges all of them. `is_raised`: the command line will
+        tell this rank's problem."""
         if not self._store.check([f"report/{self._rank}"]):
             self._report("", FAILED)
         if self._rank == 0 or not self._answers(0):
-            self._merge()
+            self._merge(is_raised)
         else:
             deadline = time.monotonic() + 2 * _COLLECT_S
             while time.monotonic() < deadline and not self._store.check(["merged"]):
@@ -191,7 +195,7 @@ class Watch:
             time.sleep(0.1)
         return False
 
-    def _merge(self) -> None:
+    def _merge(self, is_raised: bool) -> None:
         deadline = time.monotonic() + _COLLECT_S
         missing = set(range(self._world_size))
         reports: list[Report] = []
@@ -204,8 +208,8 @@ class Watch:
         failure = json.loads(self._store.get("failure"))
         lines = [report.line(failure["problem"]) for report in sorted(reports, key=lambda report: report.rank)]
         lines += [f"  {self._describe(rank, 'does not answer')}" for rank in sorted(missing)]
-        # Bad input that all ranks found alike is told by the command line, once.
-        if failure["code"] != BAD_INPUT or missing or len({report.problem for report in reports}) > 1:
+        # What all ranks raise alike is told by the command line, once.
+        if not is_raised or missing or len({report.problem for report in reports}) > 1:
             print("\n".join([f"megarlhf: the run failed: {failure['problem']}", *lines]), file=sys.stderr, flush=True)
         self._told(failure["code"], failure["problem"])
         self._store.set("merged", "1")

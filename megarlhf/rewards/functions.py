@@ -7,6 +7,7 @@ with the traceback and the ids of the samples.
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -86,7 +87,22 @@ def _plug_in(spec: str) -> RewardFunction:
     function = vars(module).get(function_name)
     if not callable(function):
         raise ConfigError(f"reward.functions: {spec!r}: {module_name} has no function called {function_name!r}")
+    _require_arguments(spec, function)
     return function
+
+
+def _require_arguments(spec: str, function: Callable) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one that is not written in Python may not say
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.functions: {spec!r}: takes {signature}, but is called as f(prompts, responses, metadata) "
+            f"({error}); give it these three arguments, where metadata has each prompt's other columns"
+        ) from error
 
 
 def call_reward(

@@ -138,6 +138,24 @@ def test_a_function_that_cannot_be_found_is_a_settings_error(spec, complaint):
         resolve(spec)
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["f(completions, **kwargs)", "f(prompts, responses)", "f(*, prompts, responses, metadata)", "f(a, b, c, d)"],
+)
+def test_a_function_of_other_arguments_is_a_settings_error(written, tmp_path, monkeypatch):
+    (tmp_path / "others_for_test.py").write_text(f"def {written}:\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "others_for_test", raising=False)
+    with pytest.raises(ConfigError, match=r"others_for_test:f': takes .* called as f\(prompts, responses, metadata\)"):
+        resolve("others_for_test:f")
+
+
+def test_functions_that_take_more_if_asked_or_do_not_say_are_accepted(tmp_path, monkeypatch):
+    (tmp_path / "wider_for_test.py").write_text("def f(*args, scale=1.0, **kwargs):\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert callable(resolve("wider_for_test:f")) and callable(resolve("builtins:max"))
+
+
 def test_a_module_that_ends_the_process_does_not_end_ours(tmp_path, monkeypatch):
     (tmp_path / "script_for_test.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
