@@ -16,6 +16,7 @@ from megarlhf.loop.inference import (
     load_model,
     load_tokenizer,
     policy_violations,
+    progress,
     prompts_of,
     requests_for,
     sampling,
@@ -192,7 +193,8 @@ def _answers(folder: str, base: str, settings: EvalRun, world_size: int):
     tokenizer = load_tokenizer(folder, base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
     model = load_model(folder, settings.tp, settings.pp, settings.dtype, world_size, base=base)
-    generator = Generator(model, settings.max_slots)
+    follow = progress(settings, model.groups.rank, world_size)
+    generator = Generator(model, settings.max_slots, follow=follow)
     requests = requests_for(prompts, settings.samples_per_prompt)
     completions = generator.sample(requests, sampling(settings, tokenizer.stop_ids))
     batch = experience_of(siblings(prompts, settings.samples_per_prompt), completions, tokenizer)

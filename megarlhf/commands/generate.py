@@ -12,6 +12,7 @@ from megarlhf.loop.inference import (
     launch,
     load_model,
     load_tokenizer,
+    progress,
     prompts_of,
     requests_for,
     sampling,
@@ -48,7 +49,7 @@ def run_generate(model_folder: str, settings: GenerateRun, rank: int, world_size
     tokenizer = load_tokenizer(model_folder, settings.base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
-    generator = Generator(model, settings.max_slots)
+    generator = Generator(model, settings.max_slots, follow=progress(settings, rank, world_size))
     requests = requests_for(prompts, settings.samples_per_prompt)
     start = time.perf_counter()
     completions = generator.generate(requests, sampling(settings, tokenizer.stop_ids))
@@ -69,7 +70,8 @@ def run_generate(model_folder: str, settings: GenerateRun, rank: int, world_size
     report = generator.report
     return Summary(
         f"{len(completions)} responses, {report.num_tokens} tokens in {seconds:.1f} s "
-        f"({report.num_tokens / seconds:.0f} tokens/s), {report.num_near_ties} near ties: {settings.out}",
+        f"({report.num_tokens / seconds:.0f} tokens/s), {report.num_near_ties} near ties (tokens that "
+        f"rounding could have changed): {settings.out}",
         {
             "num_responses": len(completions),
             "num_tokens": report.num_tokens,

@@ -15,6 +15,7 @@ from megarlhf.loop.inference import (
     load_tokenizer,
     model_violations,
     principles_violations,
+    progress,
     prompts_of,
     requests_for,
     sampling,
@@ -92,7 +93,7 @@ def run_judge(model_folder: str, settings: JudgeRun, rank: int, world_size: int)
     prompts = prompts_of(settings, tokenizer)
     judge_tokenizer = Tokenizer(settings.judge) if settings.judge else tokenizer
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
-    generator = Generator(model, settings.max_slots)
+    generator = Generator(model, settings.max_slots, follow=progress(settings, rank, world_size))
     requests = requests_for(prompts, settings.samples_per_prompt)
     completions = generator.generate(requests, sampling(settings, tokenizer.stop_ids))
     answers = _answers(completions, tokenizer, settings, left_out)

@@ -13,6 +13,7 @@ from megarlhf.loop.inference import (
     load_model,
     load_tokenizer,
     principles_violations,
+    progress,
     prompts_of,
     told,
     write_rows,
@@ -62,7 +63,8 @@ def run_revise(model_folder: str, settings: ReviseRun, rank: int, world_size: in
     tokenizer = load_tokenizer(model_folder, settings.base, settings.stop_tokens)
     prompts = prompts_of(settings, tokenizer)
     model = load_model(model_folder, settings.tp, settings.pp, settings.dtype, world_size, base=settings.base)
-    writer = Writer(Generator(model, settings.max_slots), tokenizer, settings, left_out)
+    generator = Generator(model, settings.max_slots, follow=progress(settings, rank, world_size))
+    writer = Writer(generator, tokenizer, settings, left_out)
     drafts = writer.drafts(prompts, read_principles(settings.principles, "--principles"), settings.rounds)
     num_answers = len(drafts)
     for number in range(settings.rounds):

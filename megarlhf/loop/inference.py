@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megarlhf.config.load import load
 from megarlhf.config.settings import Data, Precision
 from megarlhf.data.files import HUB
 from megarlhf.errors import CheckpointError, ConfigError, DataError, MegarlhfError
+from megarlhf.telemetry.progress import CountProgress
 
 if TYPE_CHECKING:  # megatron-core may be imported only once the device is prepared
     import torch.distributed as dist
@@ -63,6 +65,7 @@ def launch(
     from megarlhf import device
 
     rank, world_size = device.join_world(store=store)
+    progress(settings, rank, world_size).say(f"{command}: loading {model}")
     summary = work(model, settings, rank, world_size)
     if rank == 0:
         print(summary.text(settings.json))
@@ -226,6 +229,13 @@ def load_model(
         load_peft(model, adapted.path, adapted.lora)
         merge_adapters(model)
     return model
+
+
+def progress(settings: Answers, rank: int, world_size: int) -> CountProgress:
+    """Tells on the first rank, on standard error, how many responses are sampled: its own where several share them."""
+    copies = world_size // (settings.tp * settings.pp)
+    shared = f" of this rank, one of {copies} that sample" if copies > 1 else ""
+    return CountProgress("responses" + shared, sys.stderr if rank == 0 else None)
 
 
 def prompts_of(settings: Answers, tokenizer: "Tokenizer") -> list["Prompt"]:

@@ -13,7 +13,7 @@ from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.profiling import stage_label
 from megarlhf.loop.reading import read_measured, reading
 from megarlhf.loop.remote import remote_reference
-from megarlhf.loop.roles import roles
+from megarlhf.loop.roles import loading, roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
 from megarlhf.loop.statistics import ScoreMeasure
 from megarlhf.loop.workshop import Workshop, learner, local_reference
@@ -26,6 +26,7 @@ from megarlhf.telemetry.spans import Spans
 def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, reporter: Reporter) -> Run:
     """Everything a run needs, with weights loaded. Collective over the world; `settings` passed `preflight`."""
     role = next(iter(roles(settings).values()))
+    reporter.say(loading([role]))
     tokenizer, how = Tokenizer(role.folder), reading(settings)
     examples = how.read(settings.data, tokenizer, "data")
     order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)

@@ -21,7 +21,7 @@ from megarlhf.loop.housing import house_learner, house_weights, residency_of, re
 from megarlhf.loop.mixture import pretraining_mix
 from megarlhf.loop.profiling import stage_label
 from megarlhf.loop.remote import remote_reference
-from megarlhf.loop.roles import Role, roles
+from megarlhf.loop.roles import Role, loading, roles
 from megarlhf.loop.rollouts import Rollouts
 from megarlhf.loop.run import Follower, Mixture, Passes, Run, Scorer, Source
 from megarlhf.loop.scoring import Report, reward_scores
@@ -60,6 +60,7 @@ def build_online(
     tokenizer = Tokenizer(settings.actor.model, stop_tokens=settings.rollout.stop_tokens)
     prompts = None if source else read_prompts(Path(settings.data.prompts), tokenizer, settings.data)
     cast = roles(settings)
+    reporter.say(loading(cast.values()))
     layouts = [role.layout for role in cast.values()]
     # a batch that is given is given whole
     held = [] if source else shards(layouts, world_size, settings.rollout.shards)

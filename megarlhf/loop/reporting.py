@@ -18,12 +18,10 @@ def reporter(settings: AnyRun, rank: int, *, as_json: bool = False, keep_steps: 
         return Reporter(())
     num_steps = settings.run.steps if isinstance(settings, OnlineRun) else None
     run = settings.run
-    sinks: list[Sink] = [
-        JsonlSink(settings.run.dir, keep_steps),
-        JsonConsoleSink() if as_json else ConsoleSink(num_steps),
-    ]
+    console = JsonConsoleSink() if as_json else ConsoleSink(num_steps)
+    sinks: list[Sink] = [JsonlSink(settings.run.dir, keep_steps), console]
     if run.tensorboard:
         sinks.append(TensorboardSink(run.dir, keep_steps))
     if run.wandb != "off":
         sinks.append(WandbSink(run.dir, run.wandb, run.wandb_project, to_dict(settings), keep_steps))
-    return Reporter(sinks)
+    return Reporter(sinks, console.say)

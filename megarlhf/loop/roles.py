@@ -1,6 +1,6 @@
 """Which model folder, layout and precision each role ends up with, once the settings' empty fields are filled in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -80,6 +80,11 @@ def roles(settings: AnyRun) -> dict[str, Role]:
     if isinstance(settings, OnlineRun):
         found += _online(settings)
     return {role.name: role for role in found}
+
+
+def loading(found: Iterable[Role]) -> str:
+    """What is read before the first step, for the person who waits."""
+    return "loading " + ", ".join(f"{role.name} {role.folder}" for role in found if role.name != "generator")
 
 
 def _online(settings: OnlineRun) -> list[Role]:

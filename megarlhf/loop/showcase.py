@@ -21,6 +21,7 @@ def show(run: Run) -> list[dict]:
     prompts = source.prompts[: run.settings.run.sample_texts]
     if not prompts:
         return []
+    run.reporter.say(f"sampling {len(prompts)} texts, to show what training changes")
     sampled = source.sample(siblings(prompts, 1), SHOWN_STEP)
     kept = len(run.reported)
     with run.resident("reward", WEIGHTS):

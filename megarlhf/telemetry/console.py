@@ -39,6 +39,9 @@ class JsonConsoleSink:
         """Prints `{"step": step, ...}`; None is null."""
         print(json.dumps({"step": step, **numbers}, allow_nan=False), flush=True)
 
+    def say(self, text: str) -> None:
+        """Nothing: a program reads."""
+
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing: texts are in samples.jsonl."""
 
@@ -69,6 +72,10 @@ class ConsoleSink:
         else:
             shown = [f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell]
             self._print("  ".join([f"step {count}", *shown]))
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._print(text)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows the first text."""

@@ -1,4 +1,5 @@
-"""How far a long job on bytes is: a bar with time left on a terminal, a line now and then where there is none."""
+"""How far a long job is. On bytes: a bar with time left on a terminal, a line now and then where there is none; on
+things that can be counted: a line now and then."""
 
 import time
 from typing import TextIO
@@ -8,6 +9,26 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 _LINE_EVERY_S = 5.0
 _GIB = 2**30
+
+
+class CountProgress:
+    """Says on `stream` (usually standard error) every few seconds how many are done; on None, nothing."""
+
+    def __init__(self, what: str, stream: TextIO | None = None, every_s: float = _LINE_EVERY_S) -> None:
+        self._what, self._stream, self._every_s = what, stream, every_s
+        self._start = self._last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line for the person who waits."""
+        if self._stream:
+            print(text, file=self._stream, flush=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many are done."""
+        now = time.monotonic()
+        if now - self._last >= self._every_s:
+            self._last = now
+            self.say(f"{done} of {total} {self._what}, {now - self._start:.0f} s")
 
 
 class ByteProgress:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 Number = float | int | None
@@ -38,7 +38,9 @@ class Sink(Protocol):
 class Reporter:
     """Hands each step to the sinks. A rank that reports nothing has a reporter without sinks."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None] = lambda text: None) -> None:
+        """`say` shows a line to the person who waits."""
+        self.say = say
         self._sinks = tuple(sinks)
         self._warned: set[str] = set()
 

@@ -105,6 +105,12 @@ def test_refilled_slots_give_what_each_prompt_gives_alone(model):
         assert_close(torch.tensor(completion.logps), torch.tensor(alone.logps), rtol=0, atol=1e-5)
 
 
+def test_who_waits_is_told_how_many_requests_are_answered(model):
+    told = []
+    Generator(model, max_slots=3, follow=lambda *numbers: told.append(numbers)).generate(REQUESTS, GREEDY)
+    assert told[0] == (0, len(REQUESTS)) and told[-1] == (len(REQUESTS), len(REQUESTS)) and told == sorted(told)
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout()], ids=["tp2", "pp2", "dp2"])
 def test_layouts_of_two_ranks_agree_with_one(folder, model, greedy_texts, layout):
     restricted = Sampling(temperature=1.1, top_k=20, top_p=0.9, min_new_tokens=3, max_new_tokens=9, stop_ids=(0, 5, 17))

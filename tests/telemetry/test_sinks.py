@@ -93,8 +93,19 @@ def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
     assert "score" in last_frame and "kl" not in last_frame, "columns without a number are left out"
 
 
+def test_what_happens_before_the_first_step_is_said():
+    out = io.StringIO()
+    console = ConsoleSink(num_steps=10, console=Console(file=out, width=40))
+    with Reporter([console], console.say) as reporter:
+        reporter.say("loading actor models/one")
+    Reporter([]).say("a rank that reports nothing")
+    assert out.getvalue() == "loading actor models/one\n"
+
+
 def test_a_program_can_read_the_console(capsys):
-    with Reporter([JsonConsoleSink()]) as reporter:
+    console = JsonConsoleSink()
+    with Reporter([console], console.say) as reporter:
+        reporter.say("for people")
         reporter.step(2, {"objective/kl": 0.25, "loss/policy_avg": math.nan})
         reporter.samples(2, ROWS)
     assert json.loads(capsys.readouterr().out) == {"step": 2, "objective/kl": 0.25, "loss/policy_avg": None}

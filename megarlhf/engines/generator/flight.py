@@ -5,7 +5,7 @@ the chosen tokens has to be agreed on.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -62,13 +62,18 @@ class Flight:
         """Memory of keys and values."""
         return self._cache.num_bytes
 
-    def run(self) -> Completions:
-        """Completions in the order of the requests. Collective over the model's tensor and pipeline groups."""
+    def run(self, follow: Callable[[int, int], None] | None = None) -> Completions:
+        """Completions in the order of the requests. Collective over the model's tensor and pipeline groups.
+
+        `follow` is told after every pass how many requests are answered, and how many there are.
+        """
         while self._num_active or self._waiting:
             hidden = [self._decode()] if self._num_active else []
             if self._is_refill_due():
                 hidden += self._admit()
             self._advance(self._choose(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
+            if follow:
+                follow(len(self._requests) - len(self._waiting) - self._num_active, len(self._requests))
         return self._completions()
 
     def _decode(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Samples responses for a list of requests: shares them over data-parallel ranks, flies them, gathers the answers."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from megarlhf.engines.generator.steps import packed_bytes
 from megarlhf.errors import DataError, LayoutError
 from megarlhf.models.build import Model
 from megarlhf.parallel.rows import gather_objects, gather_rows, share
+
+Follow = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class GenerationReport:
 class Generator:
     """Generates with the weights that `model` holds at the moment of the call; the cache lives during a call only."""
 
-    def __init__(self, model: Model, max_slots: int, *, prefill_tokens: int = 4096):
-        """`max_slots`: sequences decoded at once per data-parallel rank; `prefill_tokens`: prompt tokens per pass."""
+    def __init__(self, model: Model, max_slots: int, *, prefill_tokens: int = 4096, follow: Follow | None = None):
+        """`max_slots`: sequences decoded at once per data-parallel rank; `prefill_tokens`: prompt tokens per pass;
+        `follow` is called after every pass with how many of this rank's requests are answered, of how many."""
         layout = model.groups.layout
         if layout.sp or layout.vp > 1 or layout.cp > 1:
             raise LayoutError(
@@ -51,6 +54,7 @@ class Generator:
         self.model = model
         self.max_slots = max_slots
         self.prefill_tokens = prefill_tokens
+        self._follow = follow
         self.report = GenerationReport(0, 0, 0, 0)
 
     @property
@@ -94,7 +98,7 @@ class Generator:
             chunk.eval()
         with torch.inference_mode():
             flight = Flight(self.model, requests, sampling, self.max_slots, self.prefill_tokens)
-            completions = flight.run()
+            completions = flight.run(self._follow)
         for chunk, mode in zip(self.model.chunks, modes, strict=True):
             chunk.train(mode)
         # What linears kept is of inference mode: no part of a graph, should this model be the one that trains.
