@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logging.getLogger("megarlhf").setLevel(logging.INFO)
+    for package in ("huggingface_hub", "datasets"):  # they print their messages themselves: once is enough
+        logging.getLogger(package).propagate = False
     try:
         return _dispatch(words)
     except Requeue as error:

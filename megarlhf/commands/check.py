@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     device.prepare()
     from megarlhf.device.versions import versions
     from megarlhf.loop.preflight import preflight
-    from megarlhf.loop.reading import row_violations
+    from megarlhf.loop.reading import hub_data_sets, row_violations
 
     num_ranks = ranks or max(ranks_needed(settings), device.launched_world_size())
     was_there = Path(settings.run.dir).exists()
@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     if found:
         raise ConfigError(found)
     print(f"megarlhf {command}: nothing is wrong on {num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    for setting, path in hub_data_sets(settings).items():
+        print(f"not read: {setting} {path}, which the run downloads")
     print(", ".join(f"{name} {version}" for name, version in versions().items()))
     return 0
 

@@ -1,5 +1,6 @@
 """What settings, config.json files and paths say against a run: told within a second, before torch is imported."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def _missing(setting: str, path: str) -> list[str]:
     if not path or path.startswith(HUB) or Path(path).exists():
         return []
     what = " of prompts" if setting == "data.prompts" else ""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and Path(path).suffix not in (".jsonl", ".json", ".parquet")
+    hub = f", or {HUB}{path} for the hub's" if is_hub_name else ""
     return [
         f"{setting}: {Path(path).absolute()} is not there; give a JSONL or Parquet file{what}, or the folder of a data "
-        "set"
+        f"set{hub}"
     ]

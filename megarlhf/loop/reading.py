@@ -56,18 +56,23 @@ def read_measured(settings: RewardModelRun, tokenizer: Tokenizer) -> list[Exampl
 def row_violations(settings: AnyRun) -> list[str]:
     """What a run would say of the rows that it begins with, which are all read; `settings` passed `preflight`.
 
-    Data sets of the hub are left out: they are for the run to download.
+    Data sets of the hub are left out (`hub_data_sets`).
     """
     tokenizer = Tokenizer(next(iter(roles(settings).values())).folder)
     found: list[str] = []
     for setting, path in data_sets(settings).items():
-        if not path or path.startswith(HUB):
+        if not path or setting in hub_data_sets(settings):
             continue
         try:
             _read(setting, settings, tokenizer)
         except MegarlhfError as problem:
             found += str(problem).splitlines()
     return found
+
+
+def hub_data_sets(settings: AnyRun) -> dict[str, str]:
+    """By their settings, the names of data sets that the run downloads, so that nobody has read them before."""
+    return {setting: path for setting, path in data_sets(settings).items() if path.startswith(HUB)}
 
 
 def _read(setting: str, settings: AnyRun, tokenizer: Tokenizer) -> None:

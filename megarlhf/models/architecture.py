@@ -7,6 +7,7 @@ layouts fit) is here too: it needs sizes only, neither torch nor weights.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -168,8 +169,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """FOLDER/config.json. Raises CheckpointError when it is missing or not a JSON object."""
     path, move = Path(folder) / "config.json", "give the folder of a Hugging Face model"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; {move}")
+        raise CheckpointError(f"{folder}: no config.json; {move}{_download(folder)}")
     return read_json_object(path, move)
+
+
+def _download(folder: str | Path) -> str:
+    """How to get a model that was named as the Hugging Face hub names it."""
+    if Path(folder).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        return ""
+    return f". Models are not downloaded: hf download {folder} --local-dir {Path(folder).name}, and give that folder"
 
 
 def read_json_object(path: Path, move: str) -> dict[str, Any]:

@@ -60,6 +60,22 @@ def test_rows_are_read_as_the_run_would_read_them(recipe, capsys):
     assert main(["check", str(recipe), *ptx]) == 2 and f"{rows}:3: " in capsys.readouterr().err
 
 
+def test_what_the_run_downloads_is_said_to_be_unread(recipe, capsys):
+    assert main(["check", str(recipe), "--data.prompts", "hub:somebody/prompts"]) == 0
+    assert "\nnot read: data.prompts hub:somebody/prompts, which the run downloads\n" in capsys.readouterr().out
+
+
+def test_names_of_the_hub_are_told_how_they_are_given(recipe, capsys):
+    words = ["--actor.model", "somebody/Model-1", "--data.prompts", "somebody/prompts"]
+    assert main(["check", str(recipe), *words]) == 2
+    told = capsys.readouterr().err
+    assert "somebody/Model-1: no config.json" in told and "hf download somebody/Model-1 --local-dir Model-1," in told
+    assert "prompts is not there; " in told and "or hub:somebody/prompts for the hub's" in told
+    assert main(["check", str(recipe), "--actor.model", "a/b/c", "--data.prompts", "data/prompts.jsonl"]) == 2
+    told = capsys.readouterr().err
+    assert "hf download" not in told and "hub:" not in told
+
+
 def test_a_recipe_that_fits_several_commands_asks_which(recipe, capsys):
     settings = {"actor": {"model": str(recipe.parent / "actor")}, "run": {"dir": str(recipe.parent / "run")}}
     recipe.write_text(yaml.safe_dump(settings))

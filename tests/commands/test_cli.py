@@ -146,6 +146,15 @@ def test_python_m_ends_with_the_same_code():
     assert result.returncode == 2 and "did you mean show?" in result.stderr
 
 
+def test_what_packages_print_themselves_is_printed_once():
+    code = (
+        "from megarlhf import cli; cli.main(['--version']); from huggingface_hub.utils import logging;"
+        "logging.get_logger('huggingface_hub.a').warning('retrying')"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert told.count("retrying") == 1
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_ends_without_a_traceback(unbuffered):
     words = [sys.executable, "-m", "megarlhf", "--help"]
