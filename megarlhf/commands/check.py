@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise ConfigError(f"check: expected a recipe; {SUMMARY}")
     command = words.pop(0) if words[0] in COMMANDS else command_of(words, "check")
-    settings, wrong = load_for(command, words, prog=f"megarlhf check {command}")
+    settings, wrong = load_for(command, words, f"megarlhf check {command}", ["--ranks"])
     if wrong:
         raise ConfigError(wrong)
     from megarlhf import device
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _ranks(words: list[str]) -> tuple[int, list[str]]:
     """The number after --ranks (0: not given), and the other words."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--ranks=") else [word])]
     if "--ranks" not in words:
         return 0, words
     at = words.index("--ranks")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 
 from megarlhf.config.check import violations as setting_violations
 from megarlhf.config.command import load_for
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     files, own, others = divided(words, Verification)
     prog = f"megarlhf verify-layout {command} FILE.yaml"
     options = load(Verification, None, own, prog)
-    settings, violations = load_for(command, files + others, prog)
+    settings, violations = load_for(command, files + others, prog, [f"--{one.name}" for one in fields(Verification)])
     violations += setting_violations(settings)
     from megarlhf import device
 

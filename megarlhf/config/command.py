@@ -1,6 +1,6 @@
 """Which training command a recipe is for, where it is not said or said wrong: the one that takes all its settings."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megarlhf.config.load import files_and_flags, load_leniently
@@ -38,13 +38,15 @@ def _likeliest(files: Sequence[str], flags: Sequence[str], asker: str) -> tuple[
     return sorted(likely, key=lambda name: not any(name in Path(file).stem for file in files)), wrong
 
 
-def load_for(command: str, words: Sequence[str], prog: str) -> tuple[AnyRun, list[str]]:
+def load_for(
+    command: str, words: Sequence[str], prog: str, own_flags: Collection[str] = ()
+) -> tuple[AnyRun, list[str]]:
     """Settings of a command called as `FILE.yaml ... [--dotted.flags]`, and what is wrong, as `load_leniently` says it.
 
     For a recipe of another command that comes first, and in place of its settings that are unknown here.
     """
     files, flags = files_and_flags(words)
-    settings, found = load_leniently(COMMANDS[command], files, flags, prog)
+    settings, found = load_leniently(COMMANDS[command], files, flags, prog, own_flags)
     return settings, (_other_command(command, files, found) if files and num_unknown(found) else found)
 
 

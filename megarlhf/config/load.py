@@ -6,19 +6,19 @@ Sections are merged over the defaults, and over those of earlier files, key by k
 floats however YAML reads them.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from megarlhf.config.fields import Setting, accepted, dotted_names, settings_of
+from megarlhf.config.fields import Setting, accepted, settings_of
 from megarlhf.config.flags import FlagText, parse_flags
 from megarlhf.config.read import Section, read_yaml
+from megarlhf.config.suggestions import suggestion
 from megarlhf.errors import ConfigError
 
 T = TypeVar("T")
@@ -42,8 +42,13 @@ def load(cls: type[T], files: Files, argv: Sequence[str], prog: str = "megarlhf"
     return settings
 
 
-def load_leniently(cls: type[T], files: Files, argv: Sequence[str], prog: str = "megarlhf") -> tuple[T, list[str]]:
-    """Like `load`, but what cannot be used is left at its default and told. Raises ConfigError for a broken file."""
+def load_leniently(
+    cls: type[T], files: Files, argv: Sequence[str], prog: str = "megarlhf", own_flags: Collection[str] = ()
+) -> tuple[T, list[str]]:
+    """Like `load`, but what cannot be used is left at its default and told. Raises ConfigError for a broken file.
+
+    `own_flags` of the command that are no settings may be what a mistyped flag was meant to be.
+    """
     violations: list[str] = []
     settings = cls()
     for path in [files] if isinstance(files, str | Path) else files or ():
@@ -51,7 +56,7 @@ def load_leniently(cls: type[T], files: Files, argv: Sequence[str], prog: str = 
         violations += duplicates
         settings = _fill(cls, settings, section, _Place(cls, str(path)), violations)
     flags, unknown = parse_flags(settings, argv, prog)
-    violations += [_unknown_flag(cls, flag) for flag in unknown]
+    violations += [_unknown_flag(cls, flag, own_flags) for flag in unknown]
     return _fill(cls, settings, flags, _Place(cls), violations), violations
 
 
@@ -123,7 +128,7 @@ def _fill(cls: type, base: Any, section: dict, place: _Place, violations: list[s
     for key, value in section.items():
         head = place.head(key, section)
         if key not in known:
-            violations.append(f"{head}: no such setting; {_suggestion(str(key), place.prefix, place.root)}")
+            violations.append(f"{head}: no such setting; {suggestion(str(key), place.prefix, place.root)}")
             continue
         setting = known[key]
         try:
@@ -216,31 +221,9 @@ def _hint(kind: Any, value: Any) -> str:
     return ""
 
 
-def _unknown_flag(cls: type, flag: str) -> str:
+def _unknown_flag(cls: type, flag: str, own_flags: Collection[str]) -> str:
     if not flag.startswith("--"):
         return f"{flag!r}: expected a flag such as --run.steps; YAML files come first"
     name = flag[2:]
     prefix, _, key = name.rpartition(".")
-    return f"--{name}: no such setting; {_suggestion(key, f'{prefix}.' if prefix else '', cls)}"
-
-
-def _suggestion(key: str, prefix: str, root: type) -> str:
-    """The setting most likely meant: a sibling of a like name, else any like it, else the same name elsewhere."""
-    names = list(dotted_names(root))
-    siblings = [name[len(prefix) :] for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {prefix}{close[0]}?"
-    same = [name for name in names if name.rpartition(".")[2] == key]
-    likely = difflib.get_close_matches(prefix + key, names, n=1, cutoff=0.8) or _nearest_first(same, prefix)
-    if likely:
-        return f"did you mean {' or '.join(likely)}?"
-    if siblings:
-        return f"accepted here: {', '.join(siblings)}"
-    return f"sections: {', '.join(setting.name for setting in settings_of(root))}"
-
-
-def _nearest_first(names: list[str], prefix: str) -> list[str]:
-    section = prefix.partition(".")[0]
-    near = [name for name in names if section and name.startswith(section + ".")]
-    return (near or names)[:3]
+    return f"--{name}: no such setting; {suggestion(key, f'{prefix}.' if prefix else '', cls, own_flags)}"

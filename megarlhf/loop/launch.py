@@ -116,7 +116,7 @@ def _looked_at(command: str, argv: Sequence[str]) -> tuple[AnyRun | None, list[s
     Needs no torch, so that a mistyped setting is told within a second.
     """
     try:
-        settings, found = load_for(command, argv, prog=f"megarlhf {command}")
+        settings, found = load_for(command, argv, f"megarlhf {command}", OWN_FLAGS)
     except ConfigError as problem:
         return None, list(problem.violations)
     return settings, found or first_look(settings, launcher.place()[1], " ".join([command, *argv]))

@@ -37,6 +37,13 @@ def test_everything_wrong_is_one_list(recipe, capsys):
     assert "does not divide the 3 launched" in err and "nowhere.jsonl" in err and "exceed its 128 positions" in err
 
 
+def test_the_number_of_ranks_is_taken_in_any_spelling_and_a_slip_is_seen(recipe, capsys):
+    assert main(["check", str(recipe), "--ranks=3"]) == 2
+    assert "does not divide the 3 launched" in capsys.readouterr().err
+    assert main(["check", str(recipe), "--rank", "2"]) == 2
+    assert "--rank: no such setting; did you mean --ranks?" in capsys.readouterr().err
+
+
 def test_rows_are_read_as_the_run_would_read_them(recipe, capsys):
     rows = recipe.parent / "rows.jsonl"
     rows.write_text('{"prompt": "a"\n{"text": "a"}\n{"score": 1}\n')

@@ -108,7 +108,7 @@ def plan_command(argv: Sequence[str]) -> int:
 def dry_run(command: str, words: Sequence[str], options: Options, world_size: int = 1) -> int:
     """Prints the plan of a training command; `world_size` is that of the launch. Raises ConfigError."""
     files, _ = files_and_flags(words)
-    settings, wrong = load_for(command, words, prog=f"megarlhf {command}")
+    settings, wrong = load_for(command, words, f"megarlhf {command}", FLAGS | SWITCHES)
     if wrong:
         raise ConfigError(wrong)
     question = question_of(command, settings, options, next(iter(files), None), world_size)
