@@ -159,11 +159,21 @@ def _value(setting: Setting, value: Any) -> Any:
 
 
 def _from_words(setting: Setting, words: tuple[str, ...]) -> Any:
-    """The value of a flag: all words for a list, one word otherwise, none only for `true`."""
+    """The value of a flag: all words for a list, one word otherwise, none only for `true`.
+
+    A list of numbers may also be one word in YAML's brackets; a text in brackets stays a text.
+    """
     if setting.optional and words in (("null",), ("None",)):
         return None
     if get_origin(setting.kind) is tuple:
-        return tuple(_from_word(get_args(setting.kind)[0], word) for word in words)
+        item = get_args(setting.kind)[0]
+        brackets = re.fullmatch(r"\[(.*)\]", words[0]) if item is not str and len(words) == 1 else None
+        try:
+            return tuple(
+                _from_word(item, word) for word in (re.findall(r"[^\s,]+", brackets[1]) if brackets else words)
+            )
+        except _Rejected as found:
+            raise _Rejected(f"{found}; put blanks between several, as in 1 2") from None
     if setting.kind is bool and not words:
         return True
     if len(words) != 1:

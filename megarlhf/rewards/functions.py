@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 import threading
 import traceback
@@ -48,6 +49,9 @@ def resolve(spec: str) -> RewardFunction:
     name, bracket, rest = spec.partition("(")
     if bracket and name in WITH_ARGUMENT and rest.endswith(")"):
         return WITH_ARGUMENT[name](rest[:-1])
+    if "," in spec:
+        several = " ".join(re.findall(r"[^][, ]+", spec))
+        raise ConfigError(f"reward.functions: {spec!r} is one word; give several as {several}, or in YAML as a list")
     if ":" in spec:
         return _plug_in(spec)
     if spec not in BUILTIN:

@@ -165,9 +165,21 @@ def test_flags_of_every_kind():
     assert loaded.critic.train == Layout(tp=2) and loaded.reward.train is None
 
 
+@pytest.mark.parametrize("typed", [["1.0", "-2e-1"], ["[1.0, -2e-1]"], ["[1.0,-2e-1]"]])
+def test_a_list_of_numbers_may_be_several_words_or_one_in_brackets(typed):
+    assert load(PPORun, None, ["--reward.weights", *typed]).reward.weights == (1.0, -0.2)
+
+
+def test_a_text_in_brackets_stays_a_text():
+    assert load(PPORun, None, ["--rollout.stop_tokens", "[END]"]).rollout.stop_tokens == ("[END]",)
+    assert load(PPORun, None, ["--reward.weights", "[]"]).reward.weights == ()
+
+
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
+        ("--reward.weights 1.0,2.0", "found text '1.0,2.0'; put blanks between several, as in 1 2"),
+        ("--reward.weights [1.0,a]", "found text 'a'"),
         ("--run.stesp 3", "--run.stesp: no such setting; did you mean run.steps?"),
         ("--run.stesp=3", "--run.stesp: no such setting; did you mean run.steps?"),
         ("--run.steps many", "--run.steps: expected a whole number, found text 'many'"),

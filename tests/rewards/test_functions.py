@@ -128,6 +128,9 @@ def test_a_missing_package_is_noticed_before_the_run(monkeypatch):
     ("spec", "complaint"),
     [
         ("sentimant", "no reward function is called 'sentimant'; did you mean sentiment"),
+        ("length,sentiment", "'length,sentiment' is one word; give several as length sentiment,"),
+        ("[length, sentiment]", "is one word; give several as length sentiment,"),
+        ("mine:f,mine:g", "is one word; give several as mine:f mine:g,"),
         ("no_such_module:f", "importing 'no_such_module' raised ModuleNotFoundError"),
         ("json:no_such_function", "json has no function called 'no_such_function'"),
         ("math:pi", "math has no function called 'pi'"),
