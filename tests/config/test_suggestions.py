@@ -18,7 +18,7 @@ from megarlhf.config.suggestions import OTHER_NAMES
         ("grpo", "--algorithm.beta", "did you mean algorithm.kl_coef?"),
         ("dpo", "--beta", "did you mean algorithm.beta?"),
         ("dpo", "--algorithm.lambda", "accepted here: loss, beta,"),
-        ("sft", "--run.steps", "did you mean data.epochs?"),
+        ("sft", "--num_train_epochs", "did you mean data.epochs?"),
         ("grpo", "--max_steps", "did you mean run.steps?"),
         ("grpo", "--actr.model", "did you mean actor.model?"),
         ("grpo", "--actor.optimizer.zzzz", "accepted here: learning_rate,"),
