@@ -4,6 +4,7 @@
 """
 
 from megarlhf.device.arithmetic import add_matmul_, block_bytes, linear, linear_float32
+from megarlhf.device.carried import carry
 from megarlhf.device.labels import labelled
 from megarlhf.device.local import run_local_ranks
 from megarlhf.device.megatron import best_adam, gradients_for_norm, using_adam
@@ -40,6 +41,7 @@ __all__ = [
     "beside_computation",
     "block_bytes",
     "best_adam",
+    "carry",
     "copies_are_next",
     "current",
     "empty_cache",

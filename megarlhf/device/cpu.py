@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch.utils import _device as torch_device_context
 
+from megarlhf.device import carried
+
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "eye", "as_tensor", "empty_strided",
     "rand", "randn", "randint", "randperm",
@@ -288,6 +290,12 @@ def patch_all_to_all() -> None:
     torch.distributed.all_to_all_single = all_to_all_single
 
 
+def patch_collectives() -> None:
+    """Assumed by tensor-parallel layers: a sum over ranks costs little, and may run beside computation. gloo's takes
+    milliseconds, and the processor; where ranks share memory they have their own (see `carried.py`)."""
+    carried.patch()
+
+
 PATCHES: tuple[Callable[[], None], ...] = (
     patch_current_device,
     patch_factories,
@@ -297,6 +305,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     patch_streams,
     patch_device_facts,
     patch_all_to_all,
+    patch_collectives,
 )
 """Every change made to torch for the CPU, in the order in which they are made."""
 

@@ -37,6 +37,7 @@ class Gradients(DistributedDataParallel):
             return
         for post, bucket in self._shared_buckets():
             assert bucket.gradient_scaling_factor == 1.0, "losses are divided by the whole minibatch's tokens"
+            post.start()
             sum_parts(bucket.grad_data, post)
             if force_all_reduce:
                 gather_parts(bucket.grad_data, post)
@@ -48,6 +49,7 @@ class Gradients(DistributedDataParallel):
                 super().start_param_sync(*arguments, **options)
             return
         for post, bucket in self._shared_buckets():
+            post.start()
             gather_parts(bucket.param_data, post)
 
     def _shared_buckets(self) -> Iterator[tuple]:

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarlhf.config.layout import Layout
 from megarlhf.parallel.grid import Coordinates, Grid
+from megarlhf.parallel.parts import carry
 from megarlhf.parallel.shards import RankedShard
 from megarlhf.records.seeds import derive_seed
 
@@ -94,6 +95,7 @@ def build_groups(layout: Layout, world_size: int, shards: Sequence[Sequence[int]
         shard=_shard_of(shards, rank),
         rows=_make(_within(grid.groups("dp"), shards), rank),
     )
+    carry(groups.tp)
     _share_global_buffer()
     seed_random_tracker(groups, seed=0)
     return groups

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.errors import PeerError
-
 _LINE_BYTES = 64
 """Of a processor's cache; holds a semaphore (32 bytes on Linux), or a process's number."""
 _TRIES = 200
 """Of a semaphore before the processor is left to others: some 0.1 ms."""
-_NAP_S = 1e-4
+_NAPS_S = 1e-4, 1e-2
+"""Shortest and longest sleep between later tries: a sixteenth of what was waited."""
 _LOOK_S = 1.0
 """How often a rank that waits sees whether the other still runs."""
 
@@ -23,7 +22,7 @@ _LOOK_S = 1.0
 class Meeting:
     """A POSIX semaphore for each two ranks and direction: what a rank has written before, all see afterwards."""
 
-    def __init__(self, rank: int, corners: Sequence[torch.Tensor], timeout_s: float = 600.0):
+    def __init__(self, rank: int, corners: Sequence[torch.Tensor], timeout_s: float = 1800.0):
         """`corners` [num_bytes(ranks)] uint8 are shared, by rank. The ranks meet in another way between this and
         their first `wait`."""
         self.rank, self.timeout_s = rank, timeout_s
@@ -41,7 +40,7 @@ class Meeting:
     def wait(self) -> None:
         """Returns when all ranks have come (collective over them).
 
-        Raises PeerError when one has ended, or does not come within `timeout_s`.
+        Raises RuntimeError, in the words of gloo, when one has ended, or does not come within `timeout_s`.
         """
         post = _library().sem_post
         for other in self._others:
@@ -60,18 +59,21 @@ class Meeting:
                 return
         start = looked = time.monotonic()
         while take(seat) != 0:
-            time.sleep(_NAP_S)
+            time.sleep(min(max((time.monotonic() - start) / 16, _NAPS_S[0]), _NAPS_S[1]))
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
                 self._require_alive(other, now - start)
 
     def _require_alive(self, other: int, waited_s: float) -> None:
+        """The words before the colons are a backend's: by them a run knows that another rank is the cause."""
         number = process(self._corners[other]).value
         if has_ended(number):
-            raise PeerError(f"rank {other} of the group (process {number}) ended while rank {self.rank} waited for it")
+            raise RuntimeError(f"connection closed by peer: rank {other} of the group (process {number}) has ended")
         if waited_s > self.timeout_s:
-            raise PeerError(f"rank {other} of the group (process {number}) did not come in {self.timeout_s:g} s")
+            raise RuntimeError(
+                f"Timed out: rank {other} of the group (process {number}) did not come in {self.timeout_s:g} s"
+            )
 
 
 def process(corner: torch.Tensor) -> ctypes.c_int64:

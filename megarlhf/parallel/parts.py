@@ -54,11 +54,15 @@ class Boxes:
     """A box of shared memory for each rank, in two halves: while one is read the next pieces go into the other."""
 
     def __init__(self, group: dist.ProcessGroup, boxes: Sequence[torch.Tensor], num_bytes: int):
-        """`boxes` uint8, by rank, as `open_boxes` gives them: two halves of `num_bytes` each, then a Meeting's."""
+        """`boxes` uint8, by rank, as `open_boxes` gives them: two halves of `num_bytes` each, then a Meeting's.
+
+        Collective over the group.
+        """
         self.rank, self.num_ranks, self.num_bytes = dist.get_rank(group), group.size(), num_bytes
         self._group = group
         self._written, self._read = [[box[at : at + num_bytes] for box in boxes] for at in (0, num_bytes)]
         self._meeting = Meeting(self.rank, [box[2 * num_bytes :] for box in boxes])
+        dist.barrier(group)  # nobody comes to the meeting before all have made their seats
 
     def start(self) -> None:
         """See `Post`. A rank that is far ahead sleeps here, and hears at once when another one is gone."""
@@ -122,20 +126,37 @@ class Messages:
 
 @device.labelled("communicate")
 @torch.no_grad()
-def sum_parts(buffer: torch.Tensor, post: Post) -> None:
-    """Rank r's part r of `buffer` [num_ranks * m] becomes the sum of all ranks' parts r; its other parts stay.
+def sum_parts(buffer: torch.Tensor, post: Post, output: torch.Tensor | None = None) -> None:
+    """Rank r's part r of `buffer` [num_ranks * m] becomes the sum of all ranks' parts r; its other parts stay. The sum
+    goes to `output` [m] instead, where given.
 
     Collective over the post's group. The terms are added in the order of the ranks, and in float32 where they are
     narrower: the same bits whatever the timing.
     """
     parts = buffer.view(post.num_ranks, -1)
+    total = parts[post.rank] if output is None else output
     size = post.num_bytes // (post.num_ranks - 1) // _LINE_BYTES * _LINE_BYTES // buffer.itemsize
-    post.start()
-    for start in range(0, parts.shape[1], size):
-        pieces = parts[:, start : start + size]
-        first, *terms, last = post.swap(list(pieces))
-        wide = first if first.itemsize >= torch.float32.itemsize else first.float()
-        torch.add(reduce(torch.add, terms, wide), last, out=pieces[post.rank])
+    for start in range(0, len(total), size):
+        _sum(post.swap(list(parts[:, start : start + size])), total[start : start + size])
+
+
+@device.labelled("communicate")
+@torch.no_grad()
+def sum_whole(buffer: torch.Tensor, post: Post) -> None:
+    """`buffer` [n] becomes the sum of all ranks', with the bits of `sum_parts`. Collective over the post's group.
+
+    For messages of a few boxes: everything goes to everybody, in as few turns as there are boxes to fill.
+    """
+    size = post.num_bytes // buffer.itemsize
+    for start in range(0, len(buffer), size):
+        piece = buffer[start : start + size]
+        _sum(post.share(piece), piece)
+
+
+def _sum(terms: list[torch.Tensor], output: torch.Tensor) -> None:
+    first, *others, last = terms
+    wide = first if first.itemsize >= torch.float32.itemsize else first.float()
+    torch.add(reduce(torch.add, others, wide), last, out=output)
 
 
 @device.labelled("communicate")
@@ -144,9 +165,41 @@ def gather_parts(buffer: torch.Tensor, post: Post) -> None:
     """Part r of `buffer` [num_ranks * m] becomes what it is on rank r. Collective over the post's group."""
     parts = buffer.view(post.num_ranks, -1)
     size = post.num_bytes // buffer.itemsize
-    post.start()
     for start in range(0, parts.shape[1], size):
         pieces = parts[:, start : start + size]
         for rank, piece in enumerate(post.share(pieces[post.rank])):
             if rank != post.rank:
                 pieces[rank].copy_(piece)
+
+
+class Carried:
+    """torch's collectives over one group, for `device.carry`: through its post."""
+
+    def __init__(self, post: Post):
+        self._post = post
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Collective over the group."""
+        flat = tensor.detach().contiguous().view(-1)
+        sum_whole(flat, self._post)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """Collective over the group."""
+        flat = output.detach().view(-1)
+        flat.view(self._post.num_ranks, -1)[self._post.rank].copy_(part.detach().reshape(-1))
+        gather_parts(flat, self._post)
+
+    def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor) -> None:
+        """Collective over the group."""
+        sum_parts(whole.detach().reshape(-1), self._post, output.detach().view(-1))
+
+
+def carry(group: dist.ProcessGroup) -> None:
+    """From now on sums and gathers over `group` go through memory that its ranks share, where they do: on one machine,
+    without GPUs. Collective over the group."""
+    if device.is_host() and group.size() > 1:
+        post = open_post(group)
+        if isinstance(post, Boxes):
+            device.carry(group, Carried(post))

@@ -6,9 +6,10 @@ First the stages of GRPO steps with a reference of SmolLM2-135M (float32, 12 res
 longest as the planner assumes, two updates a step), one process of one thread; then one update of the 12-layer model of
 `parallel` in one process and over two, by tp, pp and dp. The planner is asked about a "GPU" that multiplies as fast as
 a product of the models' own shapes does in one thread here (with two processes at work, in both at once), reads memory
-as fast as one thread, and sends as fast as two processes sum through gloo. One number is fitted: the share of these
-peaks that work reaches (`Efficiency`, for multiplications and memory alike), so that the update of one process comes
-out right; links are taken at their peak. A figure is measured time / predicted time: 1 is a planner that is right.
+as fast as one thread, and sends as fast as two processes sum through memory that they share. One number is fitted: the
+share of these peaks that work reaches (`Efficiency`, for multiplications and memory alike), so that the update of one
+process comes out right; links are taken at their peak. A figure is measured time / predicted time: 1 is a planner
+that is right.
 """
 
 import argparse
@@ -78,12 +79,16 @@ def this_machine(ranks: int) -> GPU:
 def peaks(rank: int, world_size: int) -> tuple[float, float, float]:
     """Multiplications and additions, bytes read, and bytes sent in an all-reduce, each a second (collective over the
     world, so that all ranks are at it at once)."""
+    from megarlhf.parallel.parts import carry
+
     a, b, numbers, message = torch.randn(256, 768), torch.randn(2048, 768), torch.ones(2**26), torch.zeros(2**20)
+    world = dist.group.WORLD
+    carry(world)
     dist.barrier()
     flops = 2 * 256 * 768 * 2048 / _fastest(lambda: torch.nn.functional.linear(a, b))
     bandwidth = numbers.nbytes / _fastest(lambda: numbers.sum())
     # a ring of two sends as many bytes as it sums; one rank alone sends nothing
-    return flops, bandwidth, message.nbytes / _fastest(lambda: dist.all_reduce(message))
+    return flops, bandwidth, message.nbytes / _fastest(lambda: dist.all_reduce(message, group=world))
 
 
 def _fastest(work: Callable[[], object]) -> float:

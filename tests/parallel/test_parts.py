@@ -116,9 +116,41 @@ def one_dies_while_the_other_waits(rank: int, world_size: int):
 
 def test_a_rank_that_ends_is_named_and_nobody_waits_for_it():
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"PeerError: rank 1 of the group \(process \d+\) ended while rank 0 waited"):
+    with pytest.raises(RankFailure, match=r"rank 1 of the group \(process \d+\) has ended"):
         run_on_ranks(2, one_dies_while_the_other_waits)
     assert time.monotonic() - start < 30
+
+
+def carried(rank: int, world_size: int, part_elements: int, dtype: torch.dtype):
+    """torch's collectives over a group of its own whose sums and gathers are carried."""
+    from megarlhf.parallel.parts import carry
+
+    group = dist.new_group(list(range(world_size)))
+    carry(group)
+    before = buffer_of(rank, 0, world_size * part_elements, dtype)
+    whole, columns = before.clone(), before.clone().view(world_size, -1).t()
+    dist.all_reduce(whole, group=group)
+    dist.all_reduce(columns, group=group, async_op=True).wait()
+    part, gathered = torch.empty(part_elements, dtype=dtype), torch.empty_like(before)
+    dist.reduce_scatter_tensor(part, before, group=group)
+    dist.all_gather_into_tensor(gathered, part, group=group)
+    counted = torch.full((3,), rank)
+    dist.all_reduce(counted, group=group)
+    highest = torch.full((3,), float(rank))
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return whole, columns.t().reshape(-1), gathered, counted.tolist(), highest.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("part_elements", "dtype"), [(1, torch.float32), (300_001, torch.float32), (77, torch.bfloat16)]
+)
+def test_carried_collectives_have_the_same_bits_as_the_sum_in_order(world_size, part_elements, dtype):
+    before = [buffer_of(rank, 0, world_size * part_elements, dtype).float() for rank in range(world_size)]
+    total = sum(before[1:], before[0]).to(dtype)
+    for whole, columns, gathered, counted, highest in run_on_ranks(world_size, carried, part_elements, dtype):
+        assert torch.equal(whole, total) and torch.equal(columns, total) and torch.equal(gathered, total)
+        assert counted == [sum(range(world_size))] * 3 and highest == [world_size - 1.0] * 3
 
 
 def where_there_is_no_room(rank: int, world_size: int):
