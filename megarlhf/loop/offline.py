@@ -11,7 +11,7 @@ from megarlhf.engines.scorer import LogprobScorer
 from megarlhf.errors import ConfigError
 from megarlhf.loop.housing import house_learner, residency_of
 from megarlhf.loop.profiling import stage_label
-from megarlhf.loop.reading import read_measured, reading
+from megarlhf.loop.reading import read_measured, reading, tell_repeats
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import loading, roles
 from megarlhf.loop.run import Follower, Passes, Run, Scorer
@@ -33,6 +33,8 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     num_steps = order.steps_of(settings.data.epochs)
     _check_profiled(settings, num_steps)
     model = Workshop(world_size, settings.run.seed).model(role)
+    if model.groups.rank == 0:
+        tell_repeats("data.path", settings, len(examples))
     residency = residency_of(settings)
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
     scorers: dict[str, Scorer] = {}

@@ -20,6 +20,7 @@ from megarlhf.loop.dynamic import DynamicRollouts
 from megarlhf.loop.housing import house_learner, house_weights, residency_of, reward_lives_in_critic
 from megarlhf.loop.mixture import pretraining_mix
 from megarlhf.loop.profiling import stage_label
+from megarlhf.loop.reading import tell_repeats
 from megarlhf.loop.remote import remote_reference
 from megarlhf.loop.roles import Role, loading, roles
 from megarlhf.loop.rollouts import Rollouts
@@ -70,6 +71,8 @@ def build_online(
     residency = residency_of(settings)
     actor_model = workshop.model(cast["actor"])
     shard = actor_model.groups.shard
+    if prompts is not None and actor_model.groups.rank == 0:
+        tell_repeats("data.prompts", settings, len(prompts))
     scorers, followers = _actor_scorers(settings, algorithm, actor_model, tokenizer.fingerprint, residency)
     updates = settings.run.steps * updates_per_step(settings.algorithm)
     first_step = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0

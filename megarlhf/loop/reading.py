@@ -1,6 +1,7 @@
 """How each command reads its data sets, and what is wrong with their rows."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarlhf.config.corpus import Corpus
@@ -21,6 +22,9 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import MegarlhfError
 from megarlhf.loop.first_look import data_sets
 from megarlhf.loop.roles import roles
+from megarlhf.records.prompts import Prompt
+
+_log = logging.getLogger(__name__)
 
 Reader = Callable[[Corpus, Tokenizer, str], list[Example]]
 
@@ -56,7 +60,7 @@ def read_measured(settings: RewardModelRun, tokenizer: Tokenizer) -> list[Exampl
 def row_violations(settings: AnyRun) -> list[str]:
     """What a run would say of the rows that it begins with, which are all read; `settings` passed `preflight`.
 
-    Data sets of the hub are left out (`hub_data_sets`).
+    What is no error is logged as the run logs it. Data sets of the hub are left out (`hub_data_sets`).
     """
     tokenizer = Tokenizer(next(iter(roles(settings).values())).folder)
     found: list[str] = []
@@ -64,7 +68,7 @@ def row_violations(settings: AnyRun) -> list[str]:
         if not path or setting in hub_data_sets(settings):
             continue
         try:
-            _read(setting, settings, tokenizer)
+            tell_repeats(setting, settings, len(_read(setting, settings, tokenizer)))
         except MegarlhfError as problem:
             found += str(problem).splitlines()
     return found
@@ -75,14 +79,31 @@ def hub_data_sets(settings: AnyRun) -> dict[str, str]:
     return {setting: path for setting, path in data_sets(settings).items() if path.startswith(HUB)}
 
 
-def _read(setting: str, settings: AnyRun, tokenizer: Tokenizer) -> None:
-    """Reads the data set of one of `data_sets`. Raises what is wrong with its rows."""
+def tell_repeats(setting: str, settings: AnyRun, num_rows: int) -> None:
+    """Warns where a batch is larger than the data set of one of `data_sets`, which has `num_rows` rows."""
+    if setting == "statistics.path":
+        return  # it is scored, not cut into batches
+    if isinstance(settings, OnlineRun) and setting == "data.prompts":
+        name, size = "rollout.batch_size", settings.rollout.batch_size
+    elif isinstance(settings, PPORun):
+        name, size = "pretraining.batch_size", settings.pretraining.batch_size
+    else:
+        name, size = "data.batch_size", settings.data.batch_size
+    if size > num_rows:
+        _log.warning(
+            "%s: %d is more than the %d rows of %s, so that every batch holds rows several times; choose %d or less, "
+            "or give more rows",
+            *(name, size, num_rows, setting, num_rows),
+        )
+
+
+def _read(setting: str, settings: AnyRun, tokenizer: Tokenizer) -> Sequence[Example | Prompt]:
+    """The rows of one of `data_sets`. Raises what is wrong with them."""
     if isinstance(settings, PPORun) and setting == "pretraining.path":
         # It has every field of a Corpus that reading demonstrations asks for.
-        read_demonstrations(settings.pretraining, tokenizer, "pretraining")  # type: ignore[arg-type]
-    elif isinstance(settings, OnlineRun):
-        read_prompts(settings.data.prompts, tokenizer, settings.data)
-    elif isinstance(settings, RewardModelRun) and setting == "statistics.path":
-        read_measured(settings, tokenizer)
-    else:
-        reading(settings).read(settings.data, tokenizer, "data")
+        return read_demonstrations(settings.pretraining, tokenizer, "pretraining")  # type: ignore[arg-type]
+    if isinstance(settings, OnlineRun):
+        return read_prompts(settings.data.prompts, tokenizer, settings.data)
+    if isinstance(settings, RewardModelRun) and setting == "statistics.path":
+        return read_measured(settings, tokenizer)
+    return reading(settings).read(settings.data, tokenizer, "data")

@@ -83,6 +83,17 @@ def test_names_of_the_hub_are_told_how_they_are_given(recipe, capsys):
     assert "hf download" not in told and "hub:" not in told
 
 
+def test_a_batch_larger_than_its_data_is_worth_a_word(recipe, caplog):
+    assert main(["check", str(recipe)]) == 0 and not caplog.records
+    assert main(["check", str(recipe), "--rollout.batch_size", "5"]) == 0
+    assert "rollout.batch_size: 5 is more than the 4 rows of data.prompts" in caplog.text
+    words = ["check", "sft", "--actor.model", str(recipe.parent / "actor"), "--run.dir", str(recipe.parent / "run")]
+    text = recipe.parent / "text.jsonl"
+    text.write_text('{"text": "abc"}\n')
+    assert main([*words, "--data.path", str(text), "--data.max_tokens", "8"]) == 0
+    assert "data.batch_size: 32 is more than the 1 rows of data.path" in caplog.text
+
+
 def test_a_recipe_that_fits_several_commands_asks_which(recipe, capsys):
     settings = {"actor": {"model": str(recipe.parent / "actor")}, "run": {"dir": str(recipe.parent / "run")}}
     recipe.write_text(yaml.safe_dump(settings))
