@@ -97,6 +97,10 @@ RANGES = {
 a data set and `negatives` have checks of their own."""
 
 
+CORPUS_RANGES = RANGES | {"run.steps": NOT_NEGATIVE}
+"""Of the commands over a data set."""
+
+
 def violations(settings: AnyRun, world_size: int | None = None, command: str = "ppo FILE.yaml") -> list[str]:
     """Everything wrong that needs no model: ranges, layouts, batch arithmetic and, given `world_size`, the launch.
 
@@ -109,7 +113,7 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
     found += _reward_sources(settings.reward) if isinstance(settings, OnlineRun) else []
     found += _launch(settings, world_size, command) if world_size and _have_sizes(settings) else []
     if is_in_range:  # the arithmetic below divides by these numbers
-        found += _learning_rates(settings)
+        found += [*_learning_rates(settings), *_profiled(settings)]
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
         if world_size and not found and isinstance(settings, OnlineRun):
             found += _batches(settings, world_size)
@@ -159,7 +163,7 @@ def _value_at(settings: AnyRun, name: str) -> Any:
 
 def _ranges(settings: AnyRun) -> Iterator[str]:
     names = set(dotted_names(type(settings)))
-    for name, wanted in RANGES.items():
+    for name, wanted in (RANGES if isinstance(settings, OnlineRun) else CORPUS_RANGES).items():
         value = _value_at(settings, name) if name in names else None
         if name in names and not wanted.holds(value):
             yield f"{name}: {value} is out of range; choose a value that is {wanted.words}"
@@ -232,6 +236,12 @@ def _learning_rates(settings: AnyRun) -> Iterator[str]:
             )
 
 
+def _profiled(settings: AnyRun) -> Iterator[str]:
+    last = settings.run.steps
+    if too_late := [step for step in settings.run.profile if last and step > last]:
+        yield f"run.profile: step {too_late[0]} is beyond run.steps {last}; choose steps from 1 to {last}"
+
+
 def _adapters(settings: AnyRun) -> Iterator[str]:
     """Adapters, and what goes with a reference that is the model without them."""
     for name, section in vars(settings).items():
@@ -281,9 +291,6 @@ def _consistency(settings: OnlineRun) -> Iterator[str]:
         yield from view_violations(actor.train, actor.generate, actor.lora.rank, is_one_precision=is_one)
     if isinstance(settings, PPORun) and settings.pretraining.coef:
         yield from corpus_violations(settings.pretraining, "pretraining")
-    if too_late := [step for step in settings.run.profile if step > settings.run.steps]:
-        last = settings.run.steps
-        yield f"run.profile: step {too_late[0]} is beyond run.steps {last}; choose steps from 1 to {last}"
     warmup = settings.algorithm.critic_warmup_steps if isinstance(settings, PPORun) else 0
     if warmup >= settings.run.steps:
         yield (

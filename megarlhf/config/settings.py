@@ -254,7 +254,7 @@ class Pretraining(Texts):
 
 @dataclass(frozen=True)
 class CorpusRun:
-    """A run over a data set: it ends when the data set has been gone through."""
+    """A run over a data set: it ends when the data set has been gone through, or earlier."""
 
     dir: str = "runs/ppo"
     """Folder for everything the run writes."""
@@ -299,6 +299,8 @@ class CorpusRun:
     the run goes on, and needs `wandb login` before."""
     wandb_project: str = "megarlhf"
     """Project that the run is shown in there."""
+    steps: int = 0
+    """Steps, at most; 0: as many as data.epochs make of the data set."""
 
 
 @dataclass(frozen=True)

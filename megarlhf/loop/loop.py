@@ -13,7 +13,7 @@ def train(run: Run, first_step: int, after_step: AfterStep) -> None:
     """Runs the steps from `first_step` on. Collective over the world: each rank runs the same program on the same batch
     record."""
     if first_step < run.num_steps:
-        run.reporter.say(f"step {first_step + 1} of {run.num_steps} begins")
+        run.reporter.begin(first_step + 1, run.num_steps)
     for step in range(first_step, run.num_steps):
         with run.profiled(step):
             with run.spans("total"):

@@ -30,7 +30,8 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     tokenizer, how = Tokenizer(role.folder), reading(settings)
     examples = how.read(settings.data, tokenizer, "data")
     order = PromptOrder(len(examples), settings.data.batch_size, settings.run.seed, settings.data.shuffle)
-    num_steps = order.steps_of(settings.data.epochs)
+    whole = order.steps_of(settings.data.epochs)
+    num_steps = min(settings.run.steps or whole, whole)
     _check_profiled(settings, num_steps)
     model = Workshop(world_size, settings.run.seed).model(role)
     if model.groups.rank == 0:

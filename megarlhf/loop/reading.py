@@ -81,14 +81,14 @@ def hub_data_sets(settings: AnyRun) -> dict[str, str]:
 
 def tell_repeats(setting: str, settings: AnyRun, num_rows: int) -> None:
     """Warns where a batch is larger than the data set of one of `data_sets`, which has `num_rows` rows."""
-    if setting == "statistics.path":
-        return  # it is scored, not cut into batches
-    if isinstance(settings, OnlineRun) and setting == "data.prompts":
-        name, size = "rollout.batch_size", settings.rollout.batch_size
-    elif isinstance(settings, PPORun):
+    if isinstance(settings, PPORun) and setting == "pretraining.path":
         name, size = "pretraining.batch_size", settings.pretraining.batch_size
-    else:
+    elif isinstance(settings, OnlineRun):
+        name, size = "rollout.batch_size", settings.rollout.batch_size
+    elif setting == "data.path":
         name, size = "data.batch_size", settings.data.batch_size
+    else:
+        return  # what is only scored is not cut into batches
     if size > num_rows:
         _log.warning(
             "%s: %d is more than the %d rows of %s, so that every batch holds rows several times; choose %d or less, "

@@ -1,7 +1,7 @@
 """Where a run's numbers and texts go; ranks other than the first report nothing."""
 
 from megarlhf.config.load import to_dict
-from megarlhf.config.runs import AnyRun, OnlineRun
+from megarlhf.config.runs import AnyRun
 from megarlhf.telemetry.console import ConsoleSink, JsonConsoleSink
 from megarlhf.telemetry.jsonl import JsonlSink
 from megarlhf.telemetry.report import Reporter, Sink
@@ -16,12 +16,10 @@ def reporter(settings: AnyRun, rank: int, *, as_json: bool = False, keep_steps: 
     """
     if rank != 0:
         return Reporter(())
-    num_steps = settings.run.steps if isinstance(settings, OnlineRun) else None
     run = settings.run
-    console = JsonConsoleSink() if as_json else ConsoleSink(num_steps)
-    sinks: list[Sink] = [JsonlSink(settings.run.dir, keep_steps), console]
+    sinks: list[Sink] = [JsonlSink(settings.run.dir, keep_steps)]
     if run.tensorboard:
         sinks.append(TensorboardSink(run.dir, keep_steps))
     if run.wandb != "off":
         sinks.append(WandbSink(run.dir, run.wandb, run.wandb_project, to_dict(settings), keep_steps))
-    return Reporter(sinks, console.say)
+    return Reporter(sinks, JsonConsoleSink() if as_json else ConsoleSink())

@@ -67,7 +67,7 @@ def _continuation_violations(settings: AnyRun, folder: Path, holds: str, again: 
             f"or start from it in another run.dir with run.resume {latest}"
         ]
     if not _is_unfinished(folder) and _length(before) == _length(to_dict(settings)):
-        return [f"{holds}, which is finished; {again}; more run.steps (data.epochs) continue it"]
+        return [f"{holds}, which is finished; {again}; more run.steps or data.epochs continue it"]
     return []
 
 

@@ -42,6 +42,9 @@ class JsonConsoleSink:
     def say(self, text: str) -> None:
         """Nothing: a program reads."""
 
+    def expect(self, num_steps: int) -> None:
+        """Nothing: steps are counted from 1."""
+
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing: texts are in samples.jsonl."""
 
@@ -55,9 +58,9 @@ class JsonConsoleSink:
 class ConsoleSink:
     """Shows the metrics of COLUMNS for the last steps and one sampled text."""
 
-    def __init__(self, num_steps: int | None, console: Console | None = None, num_rows: int = 12) -> None:
+    def __init__(self, console: Console | None = None, num_rows: int = 12) -> None:
         self._console = console or Console()
-        self._num_steps = num_steps
+        self._num_steps: int | None = None
         self._rows: deque[list[str]] = deque(maxlen=num_rows)
         self._sample = Text("")
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -76,6 +79,10 @@ class ConsoleSink:
     def say(self, text: str) -> None:
         """A line of its own."""
         self._print(text)
+
+    def expect(self, num_steps: int) -> None:
+        """How many steps there will be."""
+        self._num_steps = num_steps
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows the first text."""

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 Number = float | int | None
@@ -35,14 +35,37 @@ class Sink(Protocol):
         ...
 
 
+class Screen(Sink, Protocol):
+    """The sink that a person, or a program, watches."""
+
+    def say(self, text: str) -> None:
+        """Takes a line for the person who waits."""
+        ...
+
+    def expect(self, num_steps: int) -> None:
+        """Takes how many steps there will be."""
+        ...
+
+
 class Reporter:
     """Hands each step to the sinks. A rank that reports nothing has a reporter without sinks."""
 
-    def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None] = lambda text: None) -> None:
-        """`say` shows a line to the person who waits."""
-        self.say = say
-        self._sinks = tuple(sinks)
+    def __init__(self, sinks: Sequence[Sink], screen: Screen | None = None) -> None:
+        """`screen` is one more sink."""
+        self._screen = screen
+        self._sinks = (screen, *sinks) if screen else tuple(sinks)
         self._warned: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Tells the person who waits."""
+        if self._screen:
+            self._screen.say(text)
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """Tells that a first step begins, of so many."""
+        if self._screen:
+            self._screen.expect(num_steps)
+            self._screen.say(f"step {step} of {num_steps} begins")
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Reports a finished step. A number that is not finite is passed on as None, with one warning per name."""

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config.check import RANGES, layouts, ranks_needed, require_valid, violations
+from megarlhf.config.corpus import Corpus
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
 from megarlhf.config.load import load
-from megarlhf.config.runs import COMMANDS
-from megarlhf.config.settings import PPORun
+from megarlhf.config.runs import COMMANDS, SFTRun
+from megarlhf.config.settings import CorpusRun, PPORun, Trainee
 from megarlhf.errors import ConfigError
 
 NEEDED = "--actor.model m --data.prompts p.jsonl --reward.functions length".split()
@@ -67,6 +68,16 @@ def test_a_number_out_of_range_is_named_with_what_is_accepted(plain, flag):
     (found,) = violations(with_value(plain, sections, last, float(value)))
     head, told = found.split(" ")[:2]
     assert head == f"{name}:" and float(told) == float(value) and "choose a value that is" in found
+
+
+def test_a_run_over_a_data_set_may_be_limited_to_some_steps():
+    """0, the default, is no limit there."""
+    run = SFTRun(actor=Trainee(model="folder"), data=Corpus(path="rows.jsonl"))
+    assert violations(run) == violations(replace(run, run=CorpusRun(steps=3, profile=(3,)))) == []
+    (found,) = violations(replace(run, run=CorpusRun(steps=-1)))
+    assert found == "run.steps: -1 is out of range; choose a value that is 0 or more"
+    (found,) = violations(replace(run, run=CorpusRun(steps=3, profile=(2, 4))))
+    assert found == "run.profile: step 4 is beyond run.steps 3; choose steps from 1 to 3"
 
 
 def test_zero_turns_the_optional_limits_off():

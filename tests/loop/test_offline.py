@@ -12,7 +12,7 @@ from megarlhf.algorithms.catalogue import ALGORITHMS
 from megarlhf.config.algorithms import DPO, KTO, RewardModelling
 from megarlhf.config.corpus import Corpus, Negatives
 from megarlhf.config.runs import DPORun, KTORun, RewardModelRun, SFTRun
-from megarlhf.config.settings import CorpusRun, Reference, RewardTrainee, Trainee
+from megarlhf.config.settings import CorpusRun, Optimizer, Reference, RewardTrainee, Trainee
 from megarlhf.data import corpus
 from megarlhf.errors import ConfigError
 from megarlhf.loop.offline import build_offline
@@ -68,6 +68,31 @@ def test_sft_reads_answers_alone_and_ends_with_its_epochs(root):
     assert run.num_steps == 2 * ROWS // 4 and not run.scorers and list(run.learners) == ["actor"]
     batch = run.next_batch(0)
     assert batch.num_rows == 4 and batch.mask.sum(1).tolist() == 4 * [ANSWER_TOKENS + 1], "the end token is learned too"
+
+
+def test_a_limit_on_steps_ends_a_run_earlier_and_its_schedule_with_it(root):
+    given = of(root, "shown")
+    optimizer = Optimizer(learning_rate=1.0, schedule="linear")
+
+    def at_most(steps: int):
+        run = replace(given["run"], steps=steps)
+        return built(SFTRun(replace(model(root), optimizer=optimizer), data=given["data"], run=run), "sft")
+
+    assert [at_most(steps).num_steps for steps in (0, 4, 99)] == [2 * ROWS // 4, 4, 2 * ROWS // 4]
+    learner = at_most(4).learners["actor"]
+    learner.num_updates = 3
+    assert learner.learning_rate == 0.0, "the last update's"
+
+
+def test_a_limited_run_goes_on_when_it_is_allowed_more_steps(root, tmp_path, capsys):
+    def to(folder: str, steps: int) -> list[float]:
+        run = CorpusRun(dir=str(tmp_path / folder), checkpoint_every=2, tensorboard=False, steps=steps)
+        train(0, 1, "sft", SFTRun(actor=model(root), data=of(root, "shown")["data"], run=run))
+        return [row["loss/sft_avg"] for row in metrics(tmp_path / folder)]
+
+    assert len(to("parts", 2)) == 2
+    assert to("parts", 4) == to("whole", 4)
+    assert "step 3 of 4 begins" in capsys.readouterr().out
 
 
 def test_a_step_to_profile_beyond_the_rows_is_refused(root):

@@ -71,7 +71,8 @@ def test_a_rank_without_sinks_reports_and_warns_nothing(caplog):
 
 def test_without_a_terminal_each_step_is_one_plain_line():
     out = io.StringIO()
-    sink = ConsoleSink(num_steps=10, console=Console(file=out, width=40))
+    sink = ConsoleSink(Console(file=out, width=40))
+    sink.expect(10)
     sink.step(3, {"objective/scores": 0.51234, "objective/kl": None, "time/total_s": 2.5})
     sink.samples(3, ROWS)
     sink.close()
@@ -82,7 +83,8 @@ def test_without_a_terminal_each_step_is_one_plain_line():
 
 def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
     out = io.StringIO()
-    sink = ConsoleSink(num_steps=10, console=Console(file=out, width=120, force_terminal=True), num_rows=2)
+    sink = ConsoleSink(Console(file=out, width=120, force_terminal=True), num_rows=2)
+    sink.expect(10)
     for step in (1, 2, 3):
         sink.step(step, {"objective/scores": float(step)})
     sink.samples(3, ROWS)
@@ -95,17 +97,18 @@ def test_on_a_terminal_a_table_of_the_last_steps_is_shown():
 
 def test_what_happens_before_the_first_step_is_said():
     out = io.StringIO()
-    console = ConsoleSink(num_steps=10, console=Console(file=out, width=40))
-    with Reporter([console], console.say) as reporter:
+    with Reporter([], ConsoleSink(Console(file=out, width=40))) as reporter:
         reporter.say("loading actor models/one")
+        reporter.begin(2, 3)
+        reporter.step(2, {"objective/kl": 0.5})
     Reporter([]).say("a rank that reports nothing")
-    assert out.getvalue() == "loading actor models/one\n"
+    assert out.getvalue() == "loading actor models/one\nstep 2 of 3 begins\nstep 2/3  kl 0.5\n"
 
 
 def test_a_program_can_read_the_console(capsys):
-    console = JsonConsoleSink()
-    with Reporter([console], console.say) as reporter:
+    with Reporter([], JsonConsoleSink()) as reporter:
         reporter.say("for people")
+        reporter.begin(2, 3)
         reporter.step(2, {"objective/kl": 0.25, "loss/policy_avg": math.nan})
         reporter.samples(2, ROWS)
     assert json.loads(capsys.readouterr().out) == {"step": 2, "objective/kl": 0.25, "loss/policy_avg": None}
@@ -113,7 +116,7 @@ def test_a_program_can_read_the_console(capsys):
 
 def test_a_text_without_a_score_is_shown_as_it_is():
     out = io.StringIO()
-    ConsoleSink(num_steps=None, console=Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": "film"}])
+    ConsoleSink(Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": "film"}])
     assert out.getvalue().strip() == "step 1: A film"
 
 
