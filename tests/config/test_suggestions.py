@@ -19,6 +19,7 @@ from megarlhf.config.suggestions import OTHER_NAMES
         ("dpo", "--beta", "did you mean algorithm.beta?"),
         ("dpo", "--algorithm.lambda", "accepted here: loss, beta,"),
         ("sft", "--num_train_epochs", "did you mean data.epochs?"),
+        ("sft", "--max_steps", "did you mean run.steps?"),
         ("grpo", "--max_steps", "did you mean run.steps?"),
         ("grpo", "--actr.model", "did you mean actor.model?"),
         ("grpo", "--actor.optimizer.zzzz", "accepted here: learning_rate,"),
