@@ -106,11 +106,16 @@ def _dispatch(words: list[str]) -> int:
         return DONE if words else BAD_INPUT
     name = words[0].replace("_", "-").replace("++", "-plus-plus")
     if name not in summaries:
-        close = difflib.get_close_matches(name, summaries, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(summaries)}"
+        typed = [_as_typed(name) for name in summaries]
+        close = difflib.get_close_matches(words[0].replace("_", "-"), typed, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(typed)}"
         raise ConfigError(f"{words[0]}: no such command; {hint}")
     module = importlib.import_module(f"megarlhf.commands.{name.replace('-', '_')}")
     return module.main(words[1:])
+
+
+def _as_typed(name: str) -> str:
+    return name.replace("-plus-plus", "++")
 
 
 def _help(summaries: dict[str, str]) -> str:
@@ -120,9 +125,7 @@ def _help(summaries: dict[str, str]) -> str:
     for purpose, names in (_PURPOSES | ({"more": tuple(left)} if left else {})).items():
         lines += ["", f"{purpose}:"]
         shown = [name for name in names if name in summaries]
-        lines += [
-            f"  {name.replace('-plus-plus', '++'):{width}}  {summaries[name].partition(': ')[0]}" for name in shown
-        ]
+        lines += [f"  {_as_typed(name):{width}}  {summaries[name].partition(': ')[0]}" for name in shown]
     return "\n".join(
         [
             "usage: megarlhf COMMAND ...",

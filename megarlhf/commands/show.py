@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 
 from megarlhf.config.check import require_valid
-from megarlhf.config.command import load_for
+from megarlhf.config.command import command_of, load_for
 from megarlhf.config.load import to_dict, to_yaml
 from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
 
-SUMMARY = "print a command's resolved settings: megarlhf show ppo FILE.yaml [--dotted.flags] [--json]"
+SUMMARY = "print a command's resolved settings: megarlhf show [COMMAND] FILE.yaml [--dotted.flags] [--json]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,11 +18,13 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in argv if word != "--json"]
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {SUMMARY.partition(': ')[2]}\n\n  --json  JSON instead of YAML\n")
-        print(f"What the file and flags leave out is shown with its default. Commands: {', '.join(COMMANDS)}.")
+        print("What the file and flags leave out is shown with its default. COMMAND, needed where several would take")
+        print(f"the file: one of {', '.join(COMMANDS)}.")
         return 0
-    if not words or words[0] not in COMMANDS:
-        raise ConfigError(f"show: expected a command to show, one of {', '.join(COMMANDS)}; {SUMMARY}")
-    settings, wrong = load_for(words[0], words[1:], prog=f"megarlhf show {words[0]}")
+    if not words:
+        raise ConfigError(f"show: expected a recipe, or a command to show, one of {', '.join(COMMANDS)}; {SUMMARY}")
+    command = words.pop(0) if words[0] in COMMANDS else command_of(words, "show")
+    settings, wrong = load_for(command, words, f"megarlhf show {command}", ["--json"])
     if wrong:
         raise ConfigError(wrong)
     require_valid(settings)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megarlhf.config.check import violations as setting_violations
-from megarlhf.config.command import load_for
+from megarlhf.config.command import command_of, load_for
 from megarlhf.config.flags import divided
 from megarlhf.config.load import load
 from megarlhf.config.runs import COMMANDS
@@ -22,8 +22,10 @@ def main(argv: Sequence[str]) -> int:
     Raises ConfigError for what can be known to be wrong beforehand.
     """
     as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
-    command = words.pop(0) if words and words[0] in COMMANDS else "ppo"
+    command = words.pop(0) if words and words[0] in COMMANDS else ""
     files, own, others = divided(words, Verification)
+    if not command:
+        command = command_of(files + others, "verify-layout") if files else "ppo"
     prog = f"megarlhf verify-layout {command} FILE.yaml"
     options = load(Verification, None, own, prog)
     settings, violations = load_for(command, files + others, prog, [f"--{one.name}" for one in fields(Verification)])

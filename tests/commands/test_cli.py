@@ -69,6 +69,10 @@ def test_without_a_command_help_is_shown_and_the_code_is_two(capsys):
 def test_a_mistyped_command_gets_a_suggestion(capsys):
     assert cli.main(["shwo"]) == 2
     assert capsys.readouterr().err == "megarlhf: error: shwo: no such command; did you mean show?\n"
+    assert cli.main(["reinforce"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean reinforce++?\n")
+    assert cli.main(["qqqq"]) == 2
+    assert "grpo, " in (told := capsys.readouterr().err) and "reinforce++" in told and "plus" not in told
 
 
 def test_every_violation_has_a_line_and_there_is_no_traceback(tmp_path, capsys):
@@ -125,6 +129,16 @@ def test_show_prints_settings_that_run_again(tmp_path, capsys):
     assert load(PPORun, path, []) == load(PPORun, None, flags)
     assert cli.main(["show", "ppo", str(path)]) == 0
     assert capsys.readouterr().out == path.read_text()
+
+
+def test_show_finds_the_command_as_check_does(tmp_path, capsys):
+    assert cli.main(["show", "examples/quickstart.yaml", "--run.seed", "7"]) == 0
+    found = capsys.readouterr().out
+    assert cli.main(["show", "ppo", "examples/quickstart.yaml", "--run.seed", "7"]) == 0
+    assert capsys.readouterr().out == found
+    (tmp_path / "either.yaml").write_text("run: {seed: 1}\n")
+    assert cli.main(["show", str(tmp_path / "either.yaml")]) == 2
+    assert "say which: megarlhf show " in capsys.readouterr().err
 
 
 def test_show_as_json_holds_the_same_values(capsys):

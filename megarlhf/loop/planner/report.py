@@ -24,11 +24,17 @@ def text(plan: Plan) -> str:
     return "\n\n".join([*parts, verdict(plan)])
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def verdict(plan: Plan) -> str:
     """Fits or not, in a sentence; what to change if not."""
     question = plan.question
     if plan.violations:
-        return f"Cannot run: {len(plan.violations)} rules are broken."
+        number = len(plan.violations)
+        return f"Cannot run: {counted(number, 'rule')} {'is' if number == 1 else 'are'} broken."
     room = f"{question.memory_gib:g} GiB, of which {question.reserve_gib:g} are kept free"
     worst = max(plan.stages, key=lambda stage: stage.device)
     where = f"{_gib(worst.device)} in stage {worst.name} on rank {plan.fullest[worst.name]}"
@@ -65,7 +71,7 @@ def advice(plan: Plan, worst: StageBytes) -> list[str]:
 def _head(plan: Plan) -> str:
     question, work = plan.question, plan.work
     lines = [
-        f"megarlhf {question.command} on {question.world_size} ranks of {question.gpu.name} with "
+        f"megarlhf {question.command} on {counted(question.world_size, 'rank')} of {question.gpu.name} with "
         f"{question.memory_gib:g} GiB (an estimate; nothing was loaded)"
     ]
     for name, model in plan.cast.models.items():
@@ -79,7 +85,10 @@ def _head(plan: Plan) -> str:
         )
     lines += [f"  sizes from {file}" for file in plan.cast.files]
     sampled = f", of {work.prompt} + {work.response} tokens" if work.prompt else f", of {work.response} tokens"
-    lines.append(f"  a step: {work.rows} sequences{sampled} at the longest, {work.updates} updates{_shards(plan)}")
+    lines.append(
+        f"  a step: {counted(work.rows, 'sequence')}{sampled} at the longest, "
+        f"{counted(work.updates, 'update')}{_shards(plan)}"
+    )
     return "\n".join(lines)
 
 
@@ -90,7 +99,7 @@ def _shards(plan: Plan) -> str:
     if asked == 1:
         return ""
     fewer = f" (rollout.shards {asked}: no more can be held apart by these layouts)" if held < asked else ""
-    return f"; in {held} shards of {plan.question.world_size // held} ranks{fewer}"
+    return f"; in {counted(held, 'shard')} of {counted(plan.question.world_size // held, 'rank')}{fewer}"
 
 
 def _layers(linears: Linears) -> str:
@@ -148,7 +157,7 @@ def reshard_text(found: ReshardSummary, gpus_per_node: int) -> str:
     """All numbers of a reshard, rank by rank."""
     checked = "checked: every element of the target is written exactly once" if found.is_validated else "not checked"
     head = [
-        f"{_gib(found.bytes_moved)} between {len(found.copied_bytes)} ranks ({gpus_per_node} a node), "
+        f"{_gib(found.bytes_moved)} between {counted(len(found.copied_bytes), 'rank')} ({gpus_per_node} a node), "
         f"{found.num_messages} messages in {found.num_buckets} buckets",
         f"largest bucket {found.largest_bucket_bytes / MIB:.2f} MiB at one end; peak extra "
         f"{found.peak_extra_bytes / MIB:.2f} MiB a rank",

@@ -18,6 +18,7 @@ from megarlhf.loop.model_rules import model_violations
 from megarlhf.loop.planner.gpus import gpu_violations
 from megarlhf.loop.planner.models import PlannedModel, cast_of
 from megarlhf.loop.planner.plan import GIB, Question, stage_seconds, total_seconds
+from megarlhf.loop.planner.report import counted
 from megarlhf.loop.planner.stages import Ranks
 from megarlhf.loop.planner.step_time import Seconds
 from megarlhf.loop.planner.workload import num_shards, workload_of
@@ -113,7 +114,7 @@ def search_text(found: Found) -> str:
     """The choices, a line each, and the flags of the first."""
     question = found.question
     head = (
-        f"megarlhf {question.command} on {question.world_size} ranks of {question.gpu.name} with "
+        f"megarlhf {question.command} on {counted(question.world_size, 'rank')} of {question.gpu.name} with "
         f"{question.memory_gib:g} GiB: {found.num_tried} combinations tried"
     )
     if not found.choices:

@@ -1,6 +1,7 @@
 """`megarlhf plan` and `--dry-run`: the recipes fit, what does not fit says why, and settings that are wrong say so."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -111,7 +112,10 @@ def test_broken_rules_are_listed_together(recipe, capsys):
     assert main(["plan", str(recipe), "--ranks", "27", *flags]) == 2
     shown = capsys.readouterr().out
     assert "tp 3 does not divide 4 attention heads" in shown and "more than 4 layers" in shown
-    assert "exceed its 128 positions" in shown and "Cannot run" in shown
+    assert "exceed its 128 positions" in shown and re.search(r"Cannot run: \d rules are broken", shown)
+    assert main(["plan", str(recipe), "--ranks", "1"]) == 2
+    shown = capsys.readouterr().out
+    assert "Cannot run: 1 rule is broken." in shown and "megarlhf ppo on 1 rank of " in shown
 
 
 def test_what_does_not_fit_names_stage_rank_and_remedies(recipe, capsys):
