@@ -33,10 +33,10 @@ def build_offline(settings: OfflineRun, algorithm: Algorithm, world_size: int, r
     whole = order.steps_of(settings.data.epochs)
     num_steps = min(settings.run.steps or whole, whole)
     _check_profiled(settings, num_steps)
+    residency = residency_of(settings)  # before there is a model: what is allocated now is not the run's
     model = Workshop(world_size, settings.run.seed).model(role)
     if model.groups.rank == 0:
         tell_repeats("data.path", settings, len(examples))
-    residency = residency_of(settings)
     section = settings.reward if isinstance(settings, RewardModelRun) else settings.actor
     scorers: dict[str, Scorer] = {}
     followers: tuple[Follower, ...] = ()

@@ -108,7 +108,7 @@ def metrics(records: Sequence[Record]) -> dict[str, float]:
 
 def table(records: Sequence[Record]) -> str:
     """The records as text, a line per stage; bytes are over all ranks."""
-    lines = [f"{'stage':18}{'device':>12}{'host':>12}{'disk':>12}{'peak':>12}{'moved in':>12}{'out':>12}{'seconds':>9}"]
+    lines = [f"{'stage':18}{'device':>12}{'host':>12}{'disk':>12}{'peak':>12}{'moved in':>12}{'out':>12}{'move s':>9}"]
     for record in records:
         numbers = [record.bytes_at(place) for place in PLACES]
         numbers += [record.peak_bytes, record.bytes_in, record.bytes_out]

@@ -85,12 +85,12 @@ class ConsoleSink:
         self._num_steps = num_steps
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Shows the first text."""
+        """Shows the first text, the response where its prompt ends."""
         if not rows:
             return
         score = f", score {rows[0]['score']:.3g}" if "score" in rows[0] else ""
         self._sample = Text(f"step {step}{score}: {rows[0]['prompt']}", style="dim")
-        self._sample.append(f" {rows[0]['response']}", style="not dim")
+        self._sample.append(rows[0]["response"], style="not dim")
         if self._live:
             self._refresh(self._live)
         else:

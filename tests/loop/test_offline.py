@@ -84,6 +84,16 @@ def test_a_limit_on_steps_ends_a_run_earlier_and_its_schedule_with_it(root):
     assert learner.learning_rate == 0.0, "the last update's"
 
 
+def test_the_peak_of_a_stage_holds_what_lies_on_the_device(root, tmp_path):
+    """Of a model whose weights are far more than the work of a step."""
+    write_llama(tmp_path / "wide", tied=True, num_hidden_layers=2, hidden_size=256, intermediate_size=1024)
+    run = CorpusRun(dir=str(tmp_path / "run"), tensorboard=False, steps=1)
+    train(0, 1, "sft", SFTRun(actor=Trainee(model=str(tmp_path / "wide")), data=of(root, "shown")["data"], run=run))
+    rows = [json.loads(line) for line in (tmp_path / "run/memory.jsonl").read_text().splitlines()]
+    assert rows[0]["stage"] == "learn_actor" and rows[0]["device_bytes"] > 2**24
+    assert all(row["peak_bytes"] > row["device_bytes"] for row in rows)
+
+
 def test_a_limited_run_goes_on_when_it_is_allowed_more_steps(root, tmp_path, capsys):
     def to(folder: str, steps: int) -> list[float]:
         run = CorpusRun(dir=str(tmp_path / folder), checkpoint_every=2, tensorboard=False, steps=steps)

@@ -16,7 +16,7 @@ from megarlhf.telemetry.report import Reporter
 from megarlhf.telemetry.tensorboard import TensorboardSink
 from megarlhf.telemetry.weights_and_biases import WandbSink, without_secrets
 
-ROWS = [{"prompt": "A film", "response": "[bold] é\nline", "score": 0.5, "finished": True}]
+ROWS = [{"prompt": "A film", "response": " [bold] é\nline", "score": 0.5, "finished": True}]
 
 
 def lines(path):
@@ -116,8 +116,8 @@ def test_a_program_can_read_the_console(capsys):
 
 def test_a_text_without_a_score_is_shown_as_it_is():
     out = io.StringIO()
-    ConsoleSink(Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": "film"}])
-    assert out.getvalue().strip() == "step 1: A film"
+    ConsoleSink(Console(file=out, width=40)).samples(1, [{"prompt": "A", "response": "n't"}])
+    assert out.getvalue().strip() == "step 1: An't"
 
 
 def test_tensorboard_holds_the_finite_numbers(tmp_path):
