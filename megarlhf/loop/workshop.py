@@ -76,7 +76,8 @@ class Workshop:
 def _tell_head(role: Role, in_folder: Architecture, report: LoadReport) -> None:
     """Which head a value model has, where it is not simply the folder's `score`."""
     if report.is_value_head_new:
-        why = f"the head of {role.folder} is not used" if in_folder.num_labels else f"{role.folder} has no value head"
+        lacks = f"{role.folder} has no {'score' if role.name == 'reward' else 'value'} head"
+        why = f"the head of {role.folder} is not used" if in_folder.num_labels else lacks
         _log.warning("%s: %s; it starts with a new one, which is zero (new_head %s)", role.name, why, role.new_head)
     elif report.head not in ("", "score"):
         left = f"; left behind: {', '.join(report.ignored)}" if report.ignored else ""

@@ -54,6 +54,7 @@ def test_each_stage_starts_from_what_the_stage_before_exports():
     sft, rm, ppo = (load(COMMANDS[stage], EXAMPLES / f"pipeline_{stage}.yaml", []) for stage in ("sft", "rm", "ppo"))
     assert rm.reward.model == ppo.actor.model == f"{sft.run.dir}/hf"
     assert ppo.reward.model == f"{rm.run.dir}/hf" and not ppo.critic.model
+    assert ppo.algorithm.critic_warmup_steps > 0, "scores are normalised, and the critic starts from a head of raw ones"
 
 
 def test_the_quickstart_moves_weights_between_two_layouts():

@@ -137,9 +137,10 @@ def test_kto_measures_its_reference_point_on_mismatched_answers(root):
     assert credited.margin.tolist() == pytest.approx(4 * [max(0.0, float(log_ratio.mean()))])
 
 
-def test_a_new_head_knows_nothing_and_is_trained_with_the_model(root):
+def test_a_new_head_knows_nothing_and_is_trained_with_the_model(root, caplog):
     settings = RewardModelRun(reward=RewardTrainee(model=str(root / "model")), **of(root, "pairs"))
     train(0, 1, "rm", replace(settings, run=CorpusRun(dir=str(root / "rm"), save_every=6, tensorboard=False)))
+    assert f"reward: {root / 'model'} has no score head; it starts with a new one" in caplog.text
     rows = metrics(root / "rm")
     assert rows[0]["loss/reward_avg"] == pytest.approx(0.693147, abs=1e-5) and rows[0]["rewards/accuracy"] == 0.5
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["episode"] == 6 * 8
