@@ -240,7 +240,9 @@ class Run:
         self.state = self.algorithm.after_step(self.state, self.settings.algorithm, numbers)
         self.reporter.step(step + 1, numbers)
         self.reporter.memory(step + 1, [record.row() for record in self.memory])
-        self.reporter.samples(step + 1, sample_rows(batch, self.settings.run.sample_texts))
+        count = self.settings.run.sample_texts
+        samples = [row for part in self.shard.objects(sample_rows(batch, count)) for row in part]
+        self.reporter.samples(step + 1, samples[:count])
         self.reported.clear()
         self.metrics = {}
         return numbers

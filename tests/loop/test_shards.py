@@ -48,7 +48,7 @@ def common(toy: Path, functions: tuple[str, ...] = ("tests.loop.plugin:capitals"
         "reward": Reward(functions=functions, **reward),
         "rollout": Rollout(batch_size=4, samples_per_prompt=2, max_new_tokens=6, shards=2),
         "data": Data(prompts=str(toy / "prompts.jsonl"), max_prompt_tokens=8, shuffle=False),
-        "run": Run(steps=2, sample_texts=1, tensorboard=False, checkpoint_every=1, keep_capsules=2),
+        "run": Run(steps=2, sample_texts=6, tensorboard=False, checkpoint_every=1, keep_capsules=2),
     }
 
 
@@ -102,16 +102,20 @@ def work(rank: int, world_size: int, command: str, settings) -> list[int]:
     return held[0]
 
 
-Trained = tuple[list[dict], dict, dict, list[list[int]]]
-"""Metrics, exported weights, the first step's capsule, and the rows that each rank held."""
+Trained = tuple[list[dict], dict, dict, list[list[int]], list[tuple]]
+"""Metrics, exported weights, the first step's capsule, the rows that each rank held, and the texts of every step."""
 
 
 def trained(command: str, settings, world_size: int, folder: Path) -> Trained:
     settings = replace(settings, run=replace(settings.run, dir=str(folder)))
     held = run_on_ranks(world_size, work, command, settings)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows, samples = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("metrics", "samples")
+    )
+    texts = [(sample["step"], sample["row"], sample["prompt"], sample["response"]) for sample in samples]
     weights, capsule = folder / "hf/model.safetensors", folder / "capsules/step_1/batch.safetensors"
-    return rows, load_file(weights), load_file(capsule), held
+    return rows, load_file(weights), load_file(capsule), held, texts
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +150,7 @@ def require_same(alone, shared) -> None:
     for name, weight in alone[1].items():
         torch.testing.assert_close(shared[1][name], weight, rtol=0, atol=1e-4)
     assert shared[2].keys() == alone[2].keys()
+    assert shared[4] == alone[4] and len(shared[4]) == 2 * 6
     for name, value in alone[2].items():
         if "group" in name:  # numbered anew where shards are joined
             assert torch.equal(shared[2][name].unique(return_inverse=True)[1], value.unique(return_inverse=True)[1])
