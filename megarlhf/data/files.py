@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 HUB = "hub:"
 """Before the name of a data set of the Hugging Face hub."""
 MAX_REPORTED = 20
-"""Bad rows spelled out in one error; the rest are counted."""
+"""Faults spelled out in one error; the rows with others are counted."""
 NUM_PLACES = 5
-"""Skipped rows whose places are told."""
+"""Rows with one fault, and skipped rows, whose places are told."""
 GIT_LFS = b"version https://git-lfs"
 """What a file that a clone has not fetched begins with."""
 FOREIGN = (
@@ -78,31 +78,44 @@ def read_each(
 ) -> list[Result]:
     """`convert` of every row that can be used.
 
-    Rows for which it raises DataError are bad: their errors are raised as one, each with its place, or, if the settings
-    say skip and they are not too many, the first few places and their number are logged. `section` is the name of the
-    settings.
+    Rows for which it raises DataError are bad: their errors are raised as one, rows with the same fault together, or,
+    if the settings say skip and they are not too many, the first few places and their number are logged. `section` is
+    the name of the settings.
     """
-    results, errors, places = [], [], []
+    results, places = [], []
+    faults: dict[str, list[str]] = {}
     for line in rows:
         try:
             results.append(convert(line))
         except DataError as error:
-            errors.append(f"{line.place}: {error}")
+            faults.setdefault(str(error), []).append(line.place)
             places.append(line.place)
-    if not errors:
+    if not places:
         return results
-    count = len(errors) + len(results)
-    if settings.on_bad_row == "skip" and results and len(errors) <= max(1, settings.max_bad_share * count):
+    count = len(places) + len(results)
+    if settings.on_bad_row == "skip" and results and len(places) <= max(1, settings.max_bad_share * count):
         some = ", ".join(places[:NUM_PLACES]) + (", ..." if len(places) > NUM_PLACES else "")
-        log.warning("skipped %d of %d rows that cannot be used (%s): %s", len(errors), count, some, errors[0])
+        first = f"{places[0]}: {next(iter(faults))}"
+        log.warning("skipped %d of %d rows that cannot be used (%s): %s", len(places), count, some, first)
         return results
-    more = [f"... and {len(errors) - MAX_REPORTED} more bad lines"] if len(errors) > MAX_REPORTED else []
+    told = [_fault(message, where) for message, where in faults.items()]
+    num_untold = sum(map(len, list(faults.values())[MAX_REPORTED:]))
+    more = [f"... and {num_untold} more bad lines"] if num_untold else []
     if settings.on_bad_row == "skip":
         more.append(
-            f"{section}.max_bad_share: {len(errors)} of {count} rows are bad, more than the share "
+            f"{section}.max_bad_share: {len(places)} of {count} rows are bad, more than the share "
             f"{settings.max_bad_share} that may be skipped; correct the file, or raise it"
         )
-    raise DataError("\n".join(errors[:MAX_REPORTED] + more))
+    raise DataError("\n".join(told[:MAX_REPORTED] + more))
+
+
+def _fault(message: str, places: list[str]) -> str:
+    """What is wrong with the rows at these places."""
+    first, *others = places
+    if not others:
+        return f"{first}: {message}"
+    some = ", ".join(others[:NUM_PLACES]) + (f" and {rest} more" if (rest := len(others) - NUM_PLACES) > 0 else "")
+    return f"{first}: {message} (the same in {some})"
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -13,6 +13,17 @@ from megarlhf.telemetry.jsonl import SHOWN_NAME
 
 SHOWN_STEP = -1
 """Step whose noise the shown texts are sampled with; training steps count from 0."""
+_FILES = (
+    *("config.yaml", "metrics.jsonl", "samples.jsonl", "memory.jsonl", SHOWN_NAME, "status.json", "tensorboard/"),
+    *("wandb/", "profile/", "checkpoints/", "capsules/", "exports/"),
+)
+_EXPORTS = {
+    "hf": ("exported model:", "a Hugging Face folder"),
+    "hf_lora": ("its adapters:", "PEFT's format"),
+    "hf_average": ("running average:", "of its weights; a Hugging Face folder"),
+    "hf_average_lora": ("its adapters:", "PEFT's format"),
+}
+"""What a run may leave, in the order in which it is told."""
 
 
 def show(run: Run) -> list[dict]:
@@ -57,18 +68,16 @@ def ending(before: list[dict], after: list[dict], folder: Path, memory: Sequence
     `is_policy`: the exported model generates.
     """
     lines: list[str] = []
-    boards = ", tensorboard/" * (folder / "tensorboard").is_dir()
+    files = ", ".join(name for name in _FILES if (folder / name).exists())
     for old, new in zip(before, after, strict=True):
         lines += ["", f"  {_line(old['prompt'])}"]
         lines += [f"    before {old['score']:+.3f}  {_line(old['response'])}"]
         lines += [f"    after  {new['score']:+.3f}  {_line(new['response'])}"]
     lines += ["", "memory of the last step, over all ranks:", table(memory)] if memory else []
-    lines += [
-        "",
-        f"run folder:      {folder}  (metrics.jsonl, samples.jsonl, memory.jsonl, status.json{boards})",
-        f"exported model:  {folder / 'hf'}  (a Hugging Face folder)",
-    ]
-    lines += [f"chat with it:    megarlhf chat {folder / 'hf'}"] if is_policy else []
+    lines += ["", f"{'run folder:':16} {folder}  ({files})"]
+    for name, (what, kind) in _EXPORTS.items():
+        lines += [f"{what:16} {folder / name}  ({kind})"] if (folder / name).is_dir() else []
+    lines += [f"{'chat with it:':16} megarlhf chat {folder / 'hf'}"] if is_policy else []
     return "\n".join(lines)
 
 

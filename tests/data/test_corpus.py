@@ -129,7 +129,7 @@ def test_margins_that_no_row_has_are_an_error(examples):
 
 def test_all_bad_rows_are_reported_at_once_up_to_a_limit(examples):
     with pytest.raises(DataError) as caught:
-        examples("scored", [{"prompt": 1}] * (MAX_REPORTED + 3))
+        examples("scored", [{f"prompt{number}": 1} for number in range(MAX_REPORTED + 3)])
     assert str(caught.value).splitlines()[-1] == "... and 3 more bad lines"
 
 

@@ -91,10 +91,19 @@ def test_a_bad_line_is_an_error_with_file_and_line(read, line, complaint):
 
 def test_all_bad_lines_are_reported_at_once_up_to_a_limit(read):
     with pytest.raises(DataError) as caught:
-        read([{"prompt": 1}] * (MAX_REPORTED + 7) + [{"prompt": "fine"}])
+        read([{f"prompt{number}": 1} for number in range(MAX_REPORTED + 7)] + [{"prompt": "fine"}])
     lines = str(caught.value).splitlines()
     assert len(lines) == MAX_REPORTED + 1
     assert lines[-1] == "... and 7 more bad lines"
+
+
+def test_rows_with_the_same_fault_are_told_together(read):
+    with pytest.raises(DataError) as caught:
+        read([{"prompt": 1}] * 2 + [{"prompt": "fine"}, {"text": "a"}] + [{"prompt": 1}] * 7)
+    first, second = str(caught.value).splitlines()
+    assert "prompts.jsonl:1: prompt is a number" in first and "jsonl:4: the row has neither" in second
+    places = [place.rpartition(":")[2] for place in first.partition("(the same in ")[2].split(", ")]
+    assert places == ["2", "5", "6", "7", "8 and 3 more)"]
 
 
 def test_bytes_that_are_not_utf8_are_reported_with_their_offset(read):
