@@ -8,7 +8,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import chain
 from typing import Literal, get_args, get_origin
@@ -68,7 +68,7 @@ def vocabulary() -> dict[str, Words]:
         found[f"convert {tool}"] = Words(_in_help(["convert", tool, "--help"]), paths="folders")
     for name, words in {"convert": TOOLS, "completion": tuple(_SCRIPTS)}.items():
         found[name] = Words(_in_help([name, "--help"]), words, "none")
-    return found
+    return {name: replace(words, flags=words.flags | {"--help": ()}) for name, words in found.items()}
 
 
 def _settings(cls: type, prefix: str = "--") -> dict[str, tuple[str, ...]]:
@@ -118,9 +118,11 @@ def _functions(found: dict[str, Words]) -> str:
 
 _SHARED = """# $1 is the command, $2 the next word (perhaps a tool or a training command), $3 the word before, or a flag
 _megarlhf_flags_of() {
-  _megarlhf_flags "$1"
-  _megarlhf_flags "$1 $2"
-  case " $(_megarlhf_words "$1") " in *" $2 "*) _megarlhf_flags "$2" ;; esac
+  {
+    _megarlhf_flags "$1"
+    _megarlhf_flags "$1 $2"
+    case " $(_megarlhf_words "$1") " in *" $2 "*) _megarlhf_flags "$2" ;; esac
+  } | tr " " "\n" | sort -u
 }
 _megarlhf_values_of() {
   _megarlhf_values "$1 $3"

@@ -45,7 +45,7 @@ def test_every_setting_of_a_training_command_is_offered(script):
     for name, cls in COMMANDS.items():
         flags, settings = set(completed(script, name, "my.yaml", "--")), list(dotted_names(cls))
         leaves = {one for one in settings if not any(other.startswith(f"{one}.") for other in settings)}
-        assert {f"--{leaf}" for leaf in leaves} | {"--dry-run", "--json", "--profile"} == flags
+        assert {f"--{leaf}" for leaf in leaves} | {"--dry-run", "--help", "--json", "--profile"} == flags
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,8 @@ def test_every_setting_of_a_training_command_is_offered(script):
         (["plan", "grpo", "a.yaml", "--sear"], ["--search"]),
         (["plan", "grpo", "a.yaml", "--rollout.batch"], ["--rollout.batch_size"]),
         (["check", "rei"], ["reinforce++"]),
+        (["check", "a.yaml", "--h"], ["--help"]),
+        (["convert", "inspect", "--he"], ["--help"]),
         (["check", "sft", "a.yaml", "--actor.dtype", "b"], ["bfloat16"]),
         (["ppo", "megarl"], ["megarlhf.bash"]),
         (["convert", ""], ["compare", "hf-to-megatron", "inspect", "megatron-to-hf", "relayout"]),
