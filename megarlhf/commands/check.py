@@ -1,13 +1,15 @@
 """`megarlhf check`: everything that can be known to be wrong with a recipe, without starting it."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarlhf.config.check import ranks_needed
+from megarlhf.config.check import ranks_needed, warnings
 from megarlhf.config.command import command_of, load_for
 from megarlhf.config.runs import COMMANDS
 from megarlhf.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 SUMMARY = "say what is wrong with a recipe: megarlhf check [COMMAND] FILE.yaml [--ranks N] [--dotted.flags]"
 
 _USAGE = f"""usage: {SUMMARY.partition(": ")[2]}
@@ -45,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         Path(settings.run.dir).rmdir()  # tried only
     if found:
         raise ConfigError(found)
+    for warning in warnings(settings):
+        _log.warning(warning)
     print(f"megarlhf {command}: nothing is wrong on {num_ranks} rank{'s' if num_ranks > 1 else ''}")
     for setting, path in hub_data_sets(settings).items():
         print(f"not read: {setting} {path}, which the run downloads")

@@ -27,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     options = load(Replay, None, stray + own, "megarlhf replay RUN_DIR")
     if folder is None:
         raise ConfigError("RUN_DIR: not given; name a run folder: megarlhf replay RUN_DIR --step N")
+    if not folder.is_dir():
+        raise ConfigError(f"RUN_DIR: {folder}: no such folder; name the folder that a run wrote (its run.dir)")
     from megarlhf import device
 
     device.prepare()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.config.algorithm_check import algorithm_violations, horizon_violations
+from megarlhf.config.algorithm_check import algorithm_violations, algorithm_warnings, horizon_violations
 from megarlhf.config.corpus import corpus_violations, negatives_violations
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
@@ -117,6 +117,19 @@ def violations(settings: AnyRun, world_size: int | None = None, command: str = "
         found += _consistency(settings) if isinstance(settings, OnlineRun) else []
         if world_size and not found and isinstance(settings, OnlineRun):
             found += _batches(settings, world_size)
+    return found
+
+
+def warnings(settings: AnyRun) -> list[str]:
+    """What is allowed and will hardly do what was meant, a sentence each."""
+    run, found = settings.run, algorithm_warnings(settings.algorithm)
+    # The last checkpoint is one that no step began at.
+    if run.checkpoint_every and 0 < run.keep_checkpoints <= run.keep_capsules:
+        found.append(
+            f"run.keep_capsules: {run.keep_capsules}, but a capsule goes with the checkpoint that its step began at, "
+            f"and run.keep_checkpoints keeps {run.keep_checkpoints}; set that to {run.keep_capsules + 1} or more, or to 0 "
+            "for all"
+        )
     return found
 
 

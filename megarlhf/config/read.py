@@ -6,6 +6,14 @@ import yaml
 
 from megarlhf.errors import ConfigError
 
+_HINTS = {
+    "<block end>": "the line is indented otherwise than those above it; give all keys of a section the same indentation",
+    "mapping values are not allowed": "indent the line as those above it, or put a value that holds ': ' in quotes",
+    "could not find expected ':'": "write KEY: VALUE, with a blank after the colon",
+    "'\\t'": "indent with blanks, not with tabs",
+}
+"""What is mostly behind the words of the YAML package."""
+
 
 class Section(dict):
     """A YAML mapping, with the line of each key."""
@@ -70,4 +78,6 @@ def _syntax_error(error: Exception, path: str | Path) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{path}: not valid YAML: {error}"
     mark = error.problem_mark
-    return f"{path}:{mark.line + 1}: not valid YAML, column {mark.column + 1}: {error.problem or error.context}"
+    problem = error.problem or error.context or ""
+    hint = "".join(f"; {move}" for words, move in _HINTS.items() if words in problem)
+    return f"{path}:{mark.line + 1}: not valid YAML, column {mark.column + 1}: {problem}{hint}"

@@ -70,6 +70,11 @@ def lines(path: str, setting: str, split: str = "train") -> Iterator[Line]:
         return _data_set_lines(path, setting, split)
     if not file.is_file():
         raise DataError(f"{setting}: {file.absolute()} is not a file; give a JSONL or Parquet file")
+    if file.suffix.lower() in (".csv", ".tsv"):
+        raise DataError(
+            f"{setting}: {file.absolute()} is a CSV file; give JSONL or Parquet: "
+            "pandas.read_csv(IN).to_json(OUT, orient='records', lines=True)"
+        )
     return _parquet_lines(file, setting) if file.suffix == ".parquet" else _json_lines(file, setting)
 
 

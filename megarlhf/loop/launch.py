@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarlhf import launcher
 from megarlhf.checkpoints.lock import is_held, locked
-from megarlhf.config.algorithm_check import algorithm_warnings
+from megarlhf.config.check import warnings
 from megarlhf.config.command import OWN_FLAGS, how_to_call, load_for, no_recipe
 from megarlhf.config.filled import filled
 from megarlhf.config.flags import spelled
@@ -185,7 +185,7 @@ def run_training(
         start = find_start(settings, world)
         if rank == 0:
             (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
-            for warning in algorithm_warnings(settings.algorithm):
+            for warning in warnings(settings):
                 _log.warning(warning)
         with reporter(settings, rank, as_json=as_json, keep_steps=start.step if start else 0) as report:
             if isinstance(settings, OnlineRun):

@@ -85,6 +85,8 @@ def test_names_of_the_hub_are_told_how_they_are_given(recipe, capsys):
 
 def test_a_batch_larger_than_its_data_is_worth_a_word(recipe, caplog):
     assert main(["check", str(recipe)]) == 0 and not caplog.records
+    assert main(["check", str(recipe), "--run.checkpoint_every", "1", "--run.keep_capsules", "3"]) == 0
+    assert "run.keep_capsules: 3, but a capsule goes" in caplog.text
     assert main(["check", str(recipe), "--rollout.batch_size", "5"]) == 0
     assert "rollout.batch_size: 5 is more than the 4 rows of data.prompts" in caplog.text
     words = ["check", "sft", "--actor.model", str(recipe.parent / "actor"), "--run.dir", str(recipe.parent / "run")]

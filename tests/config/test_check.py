@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarlhf.config.check import RANGES, layouts, ranks_needed, require_valid, violations
+from megarlhf.config.check import RANGES, layouts, ranks_needed, require_valid, violations, warnings
 from megarlhf.config.corpus import Corpus
 from megarlhf.config.fields import dotted_names
 from megarlhf.config.layout import Layout
@@ -24,6 +24,15 @@ def settings(flags: str = "") -> PPORun:
 @pytest.fixture(scope="module")
 def plain() -> PPORun:
     return settings()
+
+
+def test_capsules_that_their_checkpoints_take_along_are_warned_of():
+    kept = "--run.checkpoint_every 1 --run.keep_capsules 3 --run.keep_checkpoints"
+    for few in (1, 2, 3):
+        (told,) = warnings(settings(f"{kept} {few}"))
+        assert told.startswith("run.keep_capsules: 3, but") and "set that to 4 or more" in told
+    for flags in (f"{kept} 4", f"{kept} 0", "--run.keep_capsules 3", "--run.checkpoint_every 1"):
+        assert warnings(settings(flags)) == []
 
 
 def with_value(section, sections: list[str], name: str, value: float):

@@ -124,6 +124,20 @@ def test_a_syntax_error_gives_file_and_line(recipe):
     assert "recipe.yaml:2: not valid YAML" in found
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "hint"),
+    [
+        ("run:\n    steps: 1\n  seed: 3\n", 3, "give all keys of a section the same indentation"),
+        ("run:\n  steps: 1\n   seed: 3\n", 3, "indent the line as those above it"),
+        ("run:\n  dir: a\n  steps:1\n  seed: 3\n", 4, "with a blank after the colon"),
+        ("run:\n\tsteps: 1\n", 2, "indent with blanks, not with tabs"),
+    ],
+)
+def test_a_slip_of_indentation_is_called_by_its_name(recipe, text, line, hint):
+    (found,) = violations(recipe(text))
+    assert f"recipe.yaml:{line}: not valid YAML" in found and hint in found
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words"])
 def test_a_file_that_is_no_mapping_is_refused(recipe, text):
     assert "expected sections such as `actor:`" in violations(recipe(text))[0]

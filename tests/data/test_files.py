@@ -96,6 +96,12 @@ def test_a_parquet_file_of_another_name_is_recognised(tmp_path):
         values(tmp_path / "x.jsonl")
 
 
+def test_a_csv_file_is_refused_as_one_and_not_row_by_row(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,response\na,b\n")
+    with pytest.raises(DataError, match=r"data.path: \S+x.csv is a CSV file; give JSONL or Parquet"):
+        values(tmp_path / "x.csv")
+
+
 def test_a_file_that_a_clone_has_not_fetched_is_recognised(tmp_path):
     (tmp_path / "x.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 100\n")
     with pytest.raises(DataError, match="x.jsonl is a git-lfs pointer; run git lfs pull"):

@@ -29,6 +29,11 @@ __all__ = ["toy"]  # the fixture
 TP2 = Layout(tp=2, sp=True)
 
 
+def test_a_folder_that_is_not_there_is_told_as_such(tmp_path):
+    with pytest.raises(ConfigError, match=r"RUN_DIR: \S+/none: no such folder"):
+        main([str(tmp_path / "none"), "--step", "1"])
+
+
 def kept(settings, **changes):
     return replace(
         settings, run=replace(settings.run, checkpoint_every=1, keep_checkpoints=0, keep_capsules=9, **changes)
