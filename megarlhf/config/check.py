@@ -127,8 +127,8 @@ def warnings(settings: AnyRun) -> list[str]:
     if run.checkpoint_every and 0 < run.keep_checkpoints <= run.keep_capsules:
         found.append(
             f"run.keep_capsules: {run.keep_capsules}, but a capsule goes with the checkpoint that its step began at, "
-            f"and run.keep_checkpoints keeps {run.keep_checkpoints}; set that to {run.keep_capsules + 1} or more, or to 0 "
-            "for all"
+            f"and run.keep_checkpoints keeps {run.keep_checkpoints}; set that to {run.keep_capsules + 1} or more, or "
+            "to 0 for all"
         )
     return found
 

@@ -7,7 +7,7 @@ import yaml
 from megarlhf.errors import ConfigError
 
 _HINTS = {
-    "<block end>": "the line is indented otherwise than those above it; give all keys of a section the same indentation",
+    "<block end>": "the line is not indented as those above it; give all keys of a section the same indentation",
     "mapping values are not allowed": "indent the line as those above it, or put a value that holds ': ' in quotes",
     "could not find expected ':'": "write KEY: VALUE, with a blank after the colon",
     "'\\t'": "indent with blanks, not with tabs",
