@@ -103,7 +103,7 @@ def test_what_all_ranks_raise_together_is_told_once(processes, recipe, tmp_path)
     launch = Launch(processes, recipe, tmp_path / "run", "--reward.functions", "tests.loop.plugin:failing")
     assert launch.codes() == [1, 1], launch.told()
     told = launch.told()
-    assert told.startswith("megarlhf: error: rank 0: reward function") and "the run failed" not in told, told
+    assert "\nmegarlhf: error: rank 0: reward function" in told and "the run failed" not in told, told
     assert [told.count(f"rank {rank}: reward function") for rank in range(2)] == [1, 1], told
     code, why = read_status(tmp_path / "run")
     assert code == 1 and re.match(r"rank \d: reward function tests.loop.plugin:failing raised ArithmeticError", why)
