@@ -33,7 +33,13 @@ _SLOPES: dict[Callable[[Tensor], Tensor], Slope] = {F.silu: _silu_slope, gelu_ta
 
 def gated(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(gate) * up of `both` [.., 2F], gate then up -> [.., F]. `activation` is silu or `gelu_tanh`."""
-    return _Gated.apply(both, activation)
+    # a function of autograd costs a decoding step as much as the multiplication
+    return _Gated.apply(both, activation) if torch.is_grad_enabled() else _gated(both, activation)
+
+
+def _gated(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return activation(gate).mul_(up)
 
 
 class _Gated(torch.autograd.Function):
@@ -41,8 +47,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(both)
         ctx.activation = activation
-        gate, up = both.chunk(2, -1)
-        return activation(gate).mul_(up)
+        return _gated(both, activation)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:

@@ -10,7 +10,6 @@ bfloat16 model attends in float32 too, as a batched product would round its scor
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import embedding_bag
 
 from megarlhf.engines.generator.cache import Cache
 from megarlhf.models.attention import Scoring, masked_attention
@@ -43,22 +42,24 @@ def _by_bags(
     cache: Cache, scorings: Sequence[Scoring], num_heads: int, masks: dict[int | None, torch.Tensor], longest: int
 ) -> Attention:
     """The same by batched products and weighted sums of rows, in float32."""
-    *_, groups, capacity, size = cache.blocks.shape
+    _, _, num_slots, groups, capacity, size = cache.blocks.shape
     masks = {window: mask.repeat_interleave(groups, 0)[:, None] for window, mask in masks.items()}
     num_products = len(next(iter(masks.values())))
     rows = torch.arange(num_products)[:, None] * capacity + torch.arange(longest)
-    bags = rows.repeat_interleave(num_heads // groups, 0)  # the cached tokens of each slot's heads
+    bags = rows.repeat_interleave(num_heads // groups, 0).flatten()  # the cached tokens of each slot's heads
+    starts = torch.arange(0, len(bags), longest)
 
     def attention(layer: int, query: torch.Tensor) -> torch.Tensor:
-        scoring, (keys, values) = scorings[layer], cache.blocks[layer].flatten(1, 2)
-        dtype, query, keys = query.dtype, query.flatten(0, 1).float(), keys[:num_products, :longest].transpose(1, 2)
+        scoring, (keys, values) = scorings[layer], cache.rows[layer].view(2, num_slots * groups * capacity, size)
+        keys = keys.as_strided((num_products, size, longest), (capacity * size, 1, size))
+        dtype, query = query.dtype, query.flatten(0, 1).float()
         scale = size**-0.5 if scoring.scale is None else scoring.scale
         if scoring.softcap is None:
             scores = torch.baddbmm(masks[scoring.window], query, keys, alpha=scale)
         else:
             scores = soft_capped(torch.bmm(query, keys).mul_(scale), scoring.softcap).add_(masks[scoring.window])
-        weights = scores.softmax(-1).flatten(0, 1)
-        context = embedding_bag(bags, values.flatten(0, 1), per_sample_weights=weights, mode="sum")
+        weights = scores.softmax(-1).flatten()
+        context = torch.embedding_bag(values, bags, starts, False, 0, False, weights)[0]
         return context.view(num_products // groups, -1).to(dtype)
 
     return attention

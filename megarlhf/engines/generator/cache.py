@@ -22,6 +22,8 @@ class Cache:
         shape = kv_cache_shape(model.architecture, groups.layout, groups.coordinates.pp, num_slots, capacity)
         dtype = torch.float32 if parameter.device.type == "cpu" else parameter.dtype
         self.blocks = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        self.rows = [block.view(-1, shape[-1]) for block in self.blocks]
+        """Of each layer: keys of all slots and groups, token by token, then their values, [rows, head_dim]."""
 
     @property
     def num_bytes(self) -> int:
@@ -29,19 +31,20 @@ class Cache:
         return self.blocks.numel() * self.blocks.element_size()
 
     def places(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Where the next key and value of slots 0 .. A-1, which hold `lengths` [A] tokens, go: [A, kv_groups/tp, 2].
+        """Where the next key and value of slots 0 .. A-1, which hold `lengths` [A] tokens, go: [A * kv_groups/tp * 2].
 
-        Numbers of rows of head_dim in a layer's block; the same in every layer.
+        Numbers of a layer's `rows`; the same in every layer.
         """
         _, _, num_slots, groups, capacity, _ = self.blocks.shape
         device = lengths.device
         rows = torch.arange(len(lengths), device=device)[:, None] * groups + torch.arange(groups, device=device)
         keys = rows * capacity + lengths[:, None]
-        return torch.stack([keys, keys + num_slots * groups * capacity], -1)
+        return torch.stack([keys, keys + num_slots * groups * capacity], -1).flatten()
 
     def append(self, layer: int, keys_values: torch.Tensor, places: torch.Tensor) -> None:
         """Writes a token of each active slot: `keys_values` [A, kv_groups/tp, 2, head_dim] at `places`, as above."""
-        self.blocks[layer].view(-1, self.blocks.shape[-1])[places] = keys_values.to(self.blocks.dtype)
+        rows = self.rows[layer]
+        rows.index_copy_(0, places, keys_values.reshape(len(places), -1).to(rows.dtype))
 
     def read(self, layer: int, num_active: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values [A, kv_groups/tp, length, head_dim] of the active slots."""

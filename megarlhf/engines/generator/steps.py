@@ -239,7 +239,7 @@ def _lean_norm(norm: torch.nn.Module) -> Map:
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         factor = torch.addcmul(eps, length, length, value=1 / size).rsqrt_()
         out = wide * factor if wide is x else wide.mul_(factor)
-        return out.mul_(weight).to(x.dtype)
+        return torch.mul(out, weight, out=out if wide is x else torch.empty_like(x))
 
     return normed
 
