@@ -25,12 +25,8 @@ def _never(settings: Settings) -> bool:
     return False
 
 
-def _as_it_is(batch: Experience, settings: Settings) -> Experience:
+def _as_it_is(batch: Experience, settings: Settings, shard: Shard = WHOLE) -> Experience:
     return batch
-
-
-def _minibatch_as_it_is(minibatch: Experience, settings: Settings, shard: Shard = WHOLE) -> Experience:
-    return minibatch
 
 
 def _settings_as_they_are(settings: Settings, state: AlgorithmState) -> Settings:
@@ -60,7 +56,7 @@ class Algorithm:
     """(prediction, tokens, settings, denominators) -> (loss, metrics), for a model with a vocabulary head."""
     critic_loss: Loss | None
     """The same for a model with a value head; None: there is no such model."""
-    prepare_minibatch: Callable[[Experience, Settings, Shard], Experience] = _minibatch_as_it_is
+    prepare_minibatch: Callable[[Experience, Settings, Shard], Experience] = _as_it_is
     """(global minibatch, or a shard of it, settings, which shard) -> the minibatch that the losses read."""
     before_scoring: Callable[[Experience, Settings], Experience] = _as_it_is
     """(new batch, settings) -> the rows that the scorers see; credit may drop those it added."""

@@ -34,9 +34,15 @@ class Spread:
 def spread(values: Tensor, shard: Shard = WHOLE) -> Spread:
     """Of `values` (any shape and dtype) of all shards, in float64. Collective over the shards, in two rounds."""
     wide = values.to(torch.float64)
-    count, total = shard.sum(torch.stack([torch.tensor(float(wide.numel())), wide.sum()])).tolist()
-    mean = total / count if count else 0.0
+    count, mean = count_and_mean(wide, shard)
     return Spread(count, mean, float(shard.sum((wide - mean).square_().sum())))
+
+
+def count_and_mean(values: Tensor, shard: Shard = WHOLE) -> tuple[float, float]:
+    """How many `values` all shards have, and their mean (0 of none), in float64. Collective over the shards."""
+    own = torch.stack([torch.tensor(float(values.numel())), values.sum(dtype=torch.float64)])
+    count, total = shard.sum(own).tolist()
+    return count, total / count if count else 0.0
 
 
 def moments(values: Tensor, mask: Tensor, shard: Shard = WHOLE) -> Moments:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarlhf.algorithms.means import checked, loss_mean, mean, row_counts, row_means, row_sums, share
-from megarlhf.algorithms.moments import spread
+from megarlhf.algorithms.moments import count_and_mean
 from megarlhf.algorithms.pairs import pairs
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.algorithms import DPO, KTO, SFT
@@ -151,7 +151,7 @@ def kto_credit(
     if bool(mismatched.any()):
         experience.require(["logp_start"])
         log_ratio = torch.where(experience.mask, experience.logp_start - experience.logp_reference, 0.0).sum(dim=1)
-    reference_point = max(0.0, spread(log_ratio[mismatched], shard).mean)
+    reference_point = max(0.0, count_and_mean(log_ratio[mismatched], shard)[1])
     judged = experience.select((~experience.preference.isnan()).nonzero()[:, 0])
     margin = torch.full((judged.num_rows,), reference_point)
     return judged.replace(margin=margin), state, {"objective/kl": reference_point}

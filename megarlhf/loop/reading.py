@@ -64,8 +64,9 @@ def row_violations(settings: AnyRun) -> list[str]:
     """
     tokenizer = Tokenizer(next(iter(roles(settings).values())).folder)
     found: list[str] = []
+    unread = hub_data_sets(settings)
     for setting, path in data_sets(settings).items():
-        if not path or setting in hub_data_sets(settings):
+        if not path or setting in unread:
             continue
         try:
             tell_repeats(setting, settings, len(_read(setting, settings, tokenizer)))

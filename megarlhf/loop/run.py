@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarlhf import device
 from megarlhf.algorithms.catalogue import Algorithm
-from megarlhf.algorithms.moments import spread
+from megarlhf.algorithms.moments import count_and_mean
 from megarlhf.algorithms.state import AlgorithmState
 from megarlhf.config.runs import AnyRun, OnlineRun, update_says_start
 from megarlhf.engines.learner import Learner, Objective, Part, Update
@@ -173,8 +173,8 @@ class Run:
         if self.tape is not None:
             self.tape.state, self.tape.scored, self.tape.credited = state.numbers(), scored, batch
         if batch.entropy is not None:
-            over = spread(valid_values(batch.entropy, batch.mask), self.shard)
-            self.metrics |= {"objective/entropy": over.mean} if over.count else {}
+            count, mean = count_and_mean(valid_values(batch.entropy, batch.mask), self.shard)
+            self.metrics |= {"objective/entropy": mean} if count else {}
         return batch
 
     def learning(self, step: int) -> Mapping[str, Learner]:

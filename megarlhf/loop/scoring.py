@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from megarlhf.algorithms.moments import spread
+from megarlhf.algorithms.moments import count_and_mean
 from megarlhf.config.settings import Reward
 from megarlhf.errors import RewardError
 from megarlhf.loop.remote import ask_on_all_ranks
@@ -77,7 +77,7 @@ class Scores:
         self.report(_metrics(parts, has_score, self.shard) | self._raw_metrics(raw))
         weights = torch.tensor(list(self.weights), dtype=torch.float32)
         score = (weights[:, None] * stacked).sum(0)
-        score = torch.where(has_score, score, spread(score[has_score], self.shard).mean)
+        score = torch.where(has_score, score, count_and_mean(score[has_score], self.shard)[1])
         if bool(has_score.all()):
             return experience.replace(score=score)
         return experience.replace(score=score, mask=experience.mask & has_score[:, None])
